@@ -41,7 +41,7 @@ class Measured:
                 "neither a cache nor a transform"
             )
 
-    # These are properties because the engine's attributes change inside `exactly`.
+    # Properties, because the engine's attributes change inside `exactly`.
     rollout_policy = property(lambda self: self.engine.rollout_policy)
     cache = property(lambda self: self.engine.cache)
 
@@ -94,7 +94,7 @@ class FidelityGate(Measured):
         return self.engine.rollout(prompts)
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Measure and print the fidelity on some prompts; raise ValueError if it violates the limits."""
+        """Measure and print the fidelity on some prompts; raise ValueError if it is below the limits."""
         model = self.policy.model
         device = model.get_input_embeddings().weight.device
         distinct = list({prompt.uid: prompt for prompt in prompts}.values())[: self.num_prompts]

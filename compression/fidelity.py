@@ -101,7 +101,7 @@ def read_answer(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Read a prompt into a cache, then an answer (1, t) token by token; without `answer`, decode greedily.
 
-    Yields (logits (1, V), token (1, 1)) for one token after another, without end.
+    Yields (logits (1, V), token (1, 1)) for one token after another, endlessly.
     """
     inputs = dict(inputs)
     ids, positions = inputs.pop("input_ids"), inputs.pop("position_ids", None)

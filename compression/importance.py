@@ -176,8 +176,8 @@ def best_overall(scores: Sequence[Sequence[float]], share: float, whole: int) ->
     `share` is the fraction of the units of all layers, including the first `whole` layers.
     """
     size = len(scores[0])
-    # Units of the first `whole` layers are part of the budget. The sort is stable: of equal units, the first
-    # is chosen.
+    # Units of the first `whole` layers count towards the budget. The sort is stable: of equal units, the
+    # first is chosen.
     free = [(layer, unit) for layer in range(whole, len(scores)) for unit in range(size)]
     free.sort(key=lambda place: -scores[place[0]][place[1]])
     kept = set(free[: max(0, round(share * size * len(scores)) - whole * size)])

@@ -1,4 +1,4 @@
-"""Metric of how far greedy answers depend on batch sizes, processes or devices."""
+"""Metric of how much greedy answers depend on batch size, number of processes or device."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Divergence:
 
     @cached_property
     def recorded(self) -> list[Any]:
-        """The answers of the other evaluations, read when they are first compared: a check reads no files."""
+        """The answers of the other evaluations, read lazily, so that a configuration check reads no files."""
         return [recorded_answers(path, self.of) for path in self.against]
 
     def __call__(self, table: RewardTable) -> dict[str, float]:

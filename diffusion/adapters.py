@@ -24,7 +24,7 @@ from mmrl.runtime.weights import (
     read_adapter,
 )
 
-# Names in diffusers: adapter file, prefix of its weight names, key of the settings in its header
+# Names in diffusers' format: adapter file, prefix of weight names, header key of the settings.
 FILE = "pytorch_lora_weights.safetensors"
 PREFIX = "transformer."
 SETTINGS = "lora_adapter_metadata"
@@ -32,7 +32,7 @@ NUMBER = re.compile(r"\d+")  # index of a block in a module name
 
 
 def place_of(folder: Path, network: str) -> Path:
-    """Return the folder of a network's adapter: `folder` itself, or a subfolder for a second network.
+    """Return the folder of a network's adapter: `folder`, or a subfolder for a pipeline's second network.
 
     Diffusers loads the subfolder with `load_lora_weights(subfolder, load_into_transformer_2=True)`.
     """
@@ -81,7 +81,7 @@ def add_lora(network: nn.Module, rank: int, alpha: float, targets: Sequence[str]
 def continue_lora(network: nn.Module, folder: Path, rank: int, alpha: float | None) -> None:
     """Freeze a network and add a saved adapter in any format, to train it further.
 
-    The network then computes the same as in a plain pipeline after `load_lora_weights(folder)`. Raises
+    The output equals that of a diffusers pipeline after `load_lora_weights(folder)`. Raises
     `ValueError` for a rank or scale other than `rank` and `alpha` (None: any), and for all errors of
     `load_lora`.
     """
@@ -98,7 +98,7 @@ def continue_lora(network: nn.Module, folder: Path, rank: int, alpha: float | No
             f"the adapter in '{folder}' is of another model: {len(foreign)} of its {len(owners)} modules are "
             f"not in {type(network).__name__}, the first is '{foreign[0]}'"
         )
-    if not named:  # target all blocks, so that a file that lacks the weights of some is refused
+    if not named:  # target all blocks, to refuse a file that lacks some
         alike = lambda name: (NUMBER.sub("N", name), type(modules[name]))
         patterns = {alike(name) for name in owners}
         config.target_modules = {name for name in modules if alike(name) in patterns}
@@ -110,7 +110,7 @@ def _put(network: nn.Module, config: Any) -> None:
     network.requires_grad_(False)
     vars(network).pop(BASE, None)  # hash of the base weights of an earlier adapter
     network.add_adapter(config)
-    keep_training_precision(network, now=True)  # now, since saved float32 weights may be loaded next
+    keep_training_precision(network, now=True)  # before saved float32 weights are loaded
 
 
 def save_lora(network: nn.Module, folder: Path) -> None:
@@ -152,7 +152,7 @@ def load_lora(network: nn.Module, folder: Path) -> None:
 
 
 def read_lora(folder: Path) -> tuple[dict[str, Tensor], Any, bool, str]:
-    """Return an adapter's weights, `LoraConfig`, whether its file has settings, and base hash (or "").
+    """Return an adapter's weights, `LoraConfig`, whether it came from the file, and the base's hash or "".
 
     Without settings in the header, every module is scaled by 1, as in diffusers. Raises `ValueError` unless
     the file holds only LoRA weights of the network, with settings that can be trained further.

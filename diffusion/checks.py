@@ -13,7 +13,7 @@ from mmrl.diffusion.model_family import Request, size_of
 
 @check(on="start")
 def text_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator[Finding]:
-    """Check that the likelihood of steps changes with the text of the prompt.
+    """Check that the log-likelihood of denoising steps depends on the prompt's text.
 
     Compares `rows` rollouts under their own text and under another text.
     """
@@ -28,7 +28,7 @@ def text_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator[
         steps = replace(row.steps, condition=examined.policy.condition(request))
         other.append(replace(row, steps=steps))
     own, foreign = examined.log_probabilities(shown), examined.log_probabilities(tuple(other))
-    if bool((own == foreign).all()):  # bit for bit: texts that are ignored change nothing at all
+    if bool((own == foreign).all()):  # exactly equal only if the text is ignored
         yield Finding(
             "the text of a prompt does not reach the network: steps are exactly as likely under another one",
             "see that the text encoders are the pipeline's own, and that their output is passed on",

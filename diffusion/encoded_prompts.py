@@ -25,11 +25,11 @@ READ = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors")  # files of en
 class DamagedFile(ConfigError):
     """Error for a cached file of an encoded prompt that cannot be read."""
 
-    ends_run = True  # the folder is at fault, not a row that `bad_rows` could drop
+    ends_run = True  # an error of the folder, not of a row that could be dropped
 
 
 class EncodedPrompts:
-    """Folder of conditions (encoded prompts), each in a safetensors file named by the hash of its key.
+    """Disk cache of conditions (encoded prompts): one safetensors file each, named by its key's hash.
 
     Args:
         folder: Folder with a subfolder for every pipeline, named by the hash of `identity`.
@@ -82,7 +82,7 @@ class EncodedPrompts:
 
 
 def encoders(model: str, parts: Mapping[str, Any], networks: Collection[str]) -> dict[str, Any]:
-    """Return a pipeline's configuration and file hashes, without `networks` and scheduler.
+    """Return the configuration and file hashes of a pipeline's encoders (not `networks` and scheduler).
 
     The hash of a weight file covers its header and both ends of every tensor. Hub models are downloaded.
     """
@@ -134,7 +134,7 @@ def _hash(value: Any) -> str:
 
 
 def _versions() -> list[str]:
-    """Return the versions of diffusers and transformers, which encode the prompts."""
+    """Return the versions of diffusers and transformers, which affect encoded prompts."""
     import diffusers
     import transformers
 

@@ -36,7 +36,7 @@ def load_image(
     image = read_image(source, name, max_pixels)
     if height and image.size != (width, height):
         image = ImageOps.fit(image, (width, height), method=Image.Resampling.BICUBIC)
-    # `array` copies; the memory of a Pillow image is read-only.
+    # Copy (`array`), because a Pillow image's memory is read-only.
     return torch.from_numpy(numpy.array(image)).permute(2, 0, 1).contiguous()
 
 
@@ -45,7 +45,7 @@ def image_size(source: Path | bytes) -> tuple[int, int]:
     try:
         width, height = upright_size(source, "an image")
     except MediaError:
-        return 0, 0  # `load_image` raises the reason
+        return 0, 0  # `load_image` will raise the error
     return height, width
 
 
@@ -60,7 +60,7 @@ def load_video(path: Path, num_frames: int, height: int, width: int) -> tuple[Te
         raise MediaError(f"'{path}' has {len(frames)} frames, but {num_frames} are wanted (num_frames)")
     chosen, pixels = [frames[i] for i in linspace_indices(len(frames), num_frames)], []
     for frame in chosen:
-        # Rotation comes after scaling, so height and width of a frame to turn by 90 degrees are swapped.
+        # Scaling precedes rotation: swap height and width of frames that will be rotated by 90 degrees.
         high, wide = (width, height) if is_turned(frame) else (height, width)
         raw = torch.from_numpy(frame.to_ndarray(format="rgb24", width=wide, height=high))
         pixels.append(upright(raw, frame))

@@ -39,7 +39,7 @@ def load_pipeline(
 ) -> Any:
     """Load a frozen pipeline from a hub id or folder, or take a registered pipeline object.
 
-    Code in the folder is never run. Raises `ValueError` if weights are missing, or an object carries LoRA.
+    Never runs code of the folder. Raises `ValueError` for missing weights, or if an object has LoRA layers.
 
     Args:
         name: Hub id, folder or registered object.
@@ -164,7 +164,7 @@ def _read_pipeline(
     """Load a pipeline of a hub id or folder from safetensors files."""
     with _explained(f"the pipeline '{name}'"):
         source, parts = _parts_of(name)
-        # diffusers requires components that a pipeline does not have, unless they are passed as None.
+        # Pass missing optional components as None, because diffusers requires them otherwise.
         absent = {part: None for part, origin in parts.items() if origin == [None, None]}
         # Networks are loaded onto the device file by file; with several GPUs, onto the current one.
         device, wanted = placement().device, DTYPES[dtype]
@@ -222,10 +222,10 @@ def _of_config(kind: Any, source: str, part: str, dtype: torch.dtype) -> nn.Modu
             from transformers.initialization import no_init_weights
 
             config = AutoConfig.from_pretrained(source, subfolder=part, trust_remote_code=False)
-            with no_init_weights():  # some initialisers read the data of tensors, and fake tensors have none
+            with no_init_weights():  # initialisers may read data, which fake tensors lack
                 network = kind(config)
             network.tie_weights()  # normally done by the initialisation that is skipped
-            kept = kept if dtype == torch.float16 else ()  # transformers keeps float32 only in float16 models
+            kept = kept if dtype == torch.float16 else ()  # transformers does so only in float16
     for name, weight in network.state_dict(keep_vars=True).items():
         if weight.is_floating_point() and not set(kept or ()) & set(name.split(".")):
             weight.data = weight.data.to(dtype)
@@ -242,7 +242,7 @@ def modules_of(pipe: Any, but: Collection[str] = ()) -> Iterator[nn.Module]:
 
 def load_network(network: nn.Module, folder: Path, name: str = "transformer") -> None:
     """Load the weights of the network `name` from the folder of a saved pipeline, bit for bit."""
-    # Trained weights are stored in float32; reading them in the widest dtype loses nothing.
+    # Read in float32, the dtype of trained weights, which represents all others exactly.
     with _explained(f"the pipeline in '{folder}'"):
         widest = widest_dtype(network, folder / name)
         saved = load_whole(type(network), folder, subfolder=name, dtype=widest)

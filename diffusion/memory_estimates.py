@@ -29,7 +29,7 @@ Measure = Callable[[FlowPolicy, Conditioning, tuple[int, ...], int], int]
 
 @memory_estimate
 def paths(config: Config, policy: FlowPolicy, prompts: Sequence[Prompt]) -> Mapping[str, float]:
-    """Estimate the bytes of encoders, autoencoder, latents of a step's rollouts, and network passes.
+    """Estimate bytes by phase: encoders, autoencoder, latents of a step's rollouts, network passes.
 
     All rows are assumed to have the largest size of `prompts`. An offloaded component counts only in the
     phase that uses it, `encoding` or `decoding`. Text encoders do not count if `prompts` are encoded on disk.
@@ -93,7 +93,7 @@ def parts(policy: FlowPolicy, requests: Sequence[Request]) -> dict[str, float]:
 def micro_batch(
     config: Config, policy: FlowPolicy, options: Mapping[str, Any], rows: int, passes: int
 ) -> tuple[int, int]:
-    """Count the velocities of a mini-batch and its largest micro-batch; a velocity takes `passes` calls."""
+    """Count the velocity predictions in a mini-batch and in its largest micro-batch (`passes` calls each)."""
     likelihood = policy.likelihood
     low, high = options.get("stochastic") or (0, options.get("num_inference_steps", 2) - 1)
     stochastic = round((options.get("share") or 1.0) * (options.get("window_size") or high - low))
@@ -118,7 +118,7 @@ def extrapolated(
 
 @contextmanager
 def real_outputs(policy: FlowPolicy) -> Iterator[None]:
-    """Make text encoders with fake weights return zeros, because pipelines read their output values."""
+    """Make text encoders with fake weights return real zeros, because pipelines read their output values."""
     with ExitStack() as stack:
         for part in policy.frozen.parts("text_encoders"):
             hook = part.register_forward_hook(lambda module, inputs, output: tree_map(with_values, output))

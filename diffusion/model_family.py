@@ -66,7 +66,7 @@ class PipelineFamily(ABC):
     pipelines: frozenset[str]  # names of the pipeline classes that this family serves
     targets: tuple[str, ...]  # names of the modules that get LoRA
     embedded_guidance: bool = False  # the guidance scale is an input of the network: no second pass
-    unguided: float = 1.0  # guidance scale that stands for no guidance: the network gets the prompt alone
+    unguided: float = 1.0  # guidance scale at which guidance is off
     images: tuple[int, int] = (0, 0)  # minimum and maximum number of images in a prompt
     refuses_recorded: str = ""  # reason why recorded media cannot be trained on; empty if they can
 
@@ -75,7 +75,7 @@ class PipelineFamily(ABC):
         self.shared: ByteLRU[Condition] = ByteLRU(SHARED_BYTES, size)
 
     def once(self, encode: Callable[[], Condition], *key: Hashable) -> dict[str, Tensor]:
-        """Return the cached encoding (of a text or image) for `key`; at first use, compute it by `encode`."""
+        """Return the encoding (of a text or image) cached under `key`; on a miss, call `encode`."""
         return dict(self.shared.get(key, encode))
 
     @abstractmethod
@@ -187,7 +187,7 @@ class PipelineFamily(ABC):
         if vae.config.get("latents_mean") is None:
             scaled = latents / vae.config.scaling_factor + (vae.config.get("shift_factor") or 0.0)
             return (vae.decode(scaled.to(vae.dtype), return_dict=False)[0].float() + 1) / 2
-        # Video autoencoders standardise every channel, and take an image as a video of one frame.
+        # Video autoencoders: destandardise every channel; an image is a video of one frame.
         video = latents if latents.ndim == 5 else latents.unsqueeze(2)  # (B, C, f, h, w)
         mean, std = channel_moments(vae, video)
         frames = vae.decode((video * std + mean).to(vae.dtype), return_dict=False)[0]
@@ -277,7 +277,7 @@ def reading_words(pipe: Any, text: str) -> Iterator[str]:
         name: one.tokenizer if one.source is parts[name] else one.processor(parts[name])
         for name, one in plain.items()
     }
-    vars(pipe).update(twins)  # without `__setattr__`, which would register them as components to save
+    vars(pipe).update(twins)  # `__setattr__` would register them as components
     try:
         yield marked
     finally:

@@ -19,7 +19,7 @@ from mmrl.core.types import Outcome, Prompt
 from mmrl.runtime.modules import model_source
 from mmrl.runtime.weights import load_whole
 
-# Weak, so that a model is freed with the last reward that uses it.
+# Shared models, held weakly: freed with the last reward that uses them.
 _LOADED: WeakValueDictionary[tuple[str, ...], nn.Module] = WeakValueDictionary()
 
 
@@ -47,7 +47,7 @@ def encode_distinct(
 ) -> list[Tensor]:
     """Encode every distinct text or image once, in batches; returns one row per item, in order."""
     digest = lambda image: hashlib.blake2b(image.cpu().numpy().tobytes(), digest_size=16).digest()
-    # Images of different shapes may have the same bytes.
+    # The key includes the shape: images of different shapes may have the same bytes.
     keys = [item if type(item) is str else (item.shape, digest(item)) for item in items]
     distinct = dict(zip(keys, items, strict=True))
     values = list(distinct.values())
@@ -73,7 +73,7 @@ def warn_of_truncation(reward: str, texts: Sequence[str], count: Callable[[str],
 def explained(
     problem: str, cure: str = "", errors: tuple = (OSError, ValueError, RuntimeError)
 ) -> Iterator[None]:
-    """Convert errors of libraries to a `ValueError` with the problem and its cure."""
+    """Convert errors of libraries to a `ValueError` that names the problem and what to do."""
     try:
         yield
     except errors as error:
@@ -133,7 +133,7 @@ def shared_model(reward: str, device: str, make: Callable[[], nn.Module], *key: 
     The device `auto` is the current GPU, or else the CPU.
     """
     if device == "auto":
-        # With an index: rewards run in other threads, whose current device may be another GPU.
+        # Give the GPU an index: rewards run in threads, whose current device may differ.
         device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
     key = (reward, *key, device)
     model = _LOADED.get(key)

@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 
 
 def shift_times(times: Tensor, shift: float) -> Tensor:
-    """Move times towards noise, t -> shift t / (1 + (shift - 1) t), as larger images need."""
+    """Shift times towards noise for larger images: t -> shift t / (1 + (shift - 1) t)."""
     return shift * times / (1 + (shift - 1) * times)
 
 
@@ -44,7 +44,7 @@ def check_scheduler(name: str, settings: Mapping[str, Any]) -> None:
             f"{settings.get('use_flow_sigmas', False)}), which is no scheduler of flow matching; give the "
             "pipeline a FlowMatchEulerDiscreteScheduler, or the scheduler that the model was published with"
         )
-    if "Heun" in name:  # this scheduler lists every time twice
+    if "Heun" in name:  # it lists every time twice
         raise ValueError(
             f"its scheduler is '{name}'; give the pipeline a FlowMatchEulerDiscreteScheduler, and set "
             "`ode: heun` of the engine `diffusion.denoise`"
@@ -64,7 +64,7 @@ def size_shift(scheduler: Any, shape: tuple[int, ...], patch: int) -> float | No
     low, high = settings.get("base_image_seq_len", 256), settings.get("max_image_seq_len", 4096)
     least, most = settings.get("base_shift", 0.5), settings.get("max_shift", 1.16)
     slope = (most - least) / (high - low)
-    # as in diffusers, the line through (low, least) and (high, most); the scheduler shifts by exp(mu)
+    # As in diffusers: the line through (low, least) and (high, most); the scheduler shifts by exp(mu).
     return num_tokens * slope + least - slope * low
 
 

@@ -68,7 +68,7 @@ def cps(
     *,
     noise_level: PositiveShare = 0.8,
 ) -> Gaussian:
-    """Compute a step that renews part of the noise at its scheduled level (Flow-CPS, arXiv 2509.05952).
+    """Compute a step that redraws part of the noise, at its scheduled level (Flow-CPS, arXiv 2509.05952).
 
     A `noise_level` of 1 replaces all of the noise. The log-density is unnormalized, as published. The last
     step, to time 0, has no noise and log-density 0.

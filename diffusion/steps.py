@@ -88,7 +88,7 @@ class FlowRow:
 
 
 class FlowSteps(Steps, Protocol):
-    """Training steps with latents of one size: gives network inputs, and turns velocities into outputs."""
+    """Training steps with latents of one size: network inputs, and log-likelihoods from velocities."""
 
     conditioning: Conditioning
 
@@ -155,7 +155,7 @@ class Likelihood(Protocol):
     """Interface that defines the training steps of a flow model's rows and their log-likelihood."""
 
     outputs: frozenset[str]  # names of the `extra` outputs that it can compute
-    stochastic: bool  # reads stochastic steps, so rollouts must be sampled with a solver
+    stochastic: bool  # requires rollouts sampled with a stochastic solver
 
     def length(self, row: FlowRow) -> int: ...  # the number of training steps
     def collate(self, rows: Sequence[FlowRow], uids: Sequence[str]) -> Steps: ...  # uids of the prompts

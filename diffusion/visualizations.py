@@ -192,7 +192,7 @@ def credited(name: str, measured: Measured, chain: tuple[Callable, ...]) -> list
 def bar_chart(path: CreditedTrajectory, side: int) -> str:
     """Draw an SVG chart with a bar per step; a turning point also gets a frame as high as its credit."""
     count = len(path.credits)
-    # The longest bar takes 0.36 of the height, above or below the middle line; labels need the rest.
+    # The longest bar takes 0.36 of the height on either side of the middle line; labels need the rest.
     scale = 0.36 * HEIGHT / max(1e-9, *(abs(value) for step in path.steps for value in step[:2]))
 
     def bar(index: int, height: float, style: str, inset: float) -> str:

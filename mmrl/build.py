@@ -91,7 +91,7 @@ def build(config: Config, *, quiet: bool = False) -> Run:
     observing = [make(key) for key in ("metrics", *(f"report.{kind}" for kind in OBSERVING))]
     watching = ReportPieces(*observing, trackers=Trackers(trackers))
     if config.until:
-        make("until")  # a callback, which the run finds among the pieces
+        make("until")  # a callback; the run gets it from `pieces`
     labels_read = named_in(chain, (bound.name for bound in method.rewards))
     pieces.made["rewards"] = RewardCoverage(method.rewards, len(data), labels_read)
     reporter = Reporter(config, processes, stream, watching, quiet)
@@ -114,7 +114,7 @@ def _connect(
     references: Mapping[str, LogProbs],
     processes: Processes,
 ) -> None:
-    """Connect pieces to the first engine or to the model of prompt values, if they need one of these."""
+    """Connect pieces that need the first engine, or the value model (critic), to it."""
     engine = pieces.made["rollout.engine[0]"]
 
     def ask(prompts: Sequence[Prompt]) -> Rollouts:
@@ -266,7 +266,7 @@ def make_evaluator(
 ) -> Evaluator:
     """Build an evaluator; an engine or rewards missing in `evaluation` are taken from training.
 
-    A given `engine`, such as one of stored answers, replaces those of the configuration.
+    An `engine` given as argument, such as one of stored answers, replaces those of the configuration.
     """
     config = evaluation_of(config)
     stream, wanted = Stream(config.seed, purpose="evaluate"), config.evaluation
@@ -285,7 +285,7 @@ def make_evaluator(
         correct=wanted.correct,
         unreadable=Unreadable(drops(wanted.data), "evaluation.data"),
     )
-    evaluator.noted = pieces.notes("metric")  # known once all pieces are built
+    evaluator.noted = pieces.notes("metric")  # needs all pieces
     return evaluator
 
 
@@ -339,7 +339,7 @@ def open_source(source: ModelSource, policy: Policy | None = None) -> Session:
     """Load the model of a source, unless its `policy` is given, and build its engine."""
     checked = check_source(source)
     check_engines(source.config.policy, source.engines)
-    # Initial weights are the same as in a training run; the engine has its own random stream.
+    # Initialise new weights as in training; the engine draws from another random stream.
     policy = policy or _load_policy(source.config, checked, Processes(), source.weights)
     pieces = Pieces(Stream(source.config.seed, purpose="inference"))
     pieces.policies["policy"] = source.config.policy

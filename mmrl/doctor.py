@@ -53,7 +53,7 @@ def examine(config: Config, *, num_prompts: int = 4) -> Diagnosis:
         config,
         rollout=replace(config.rollout, num_prompts=num_prompts, max_rounds=1),
         learn=replace(config.learn, minibatches=1),
-        group_filter=Config.group_filter,  # the default keeps all groups, for the checks to see
+        group_filter=Config.group_filter,  # keep all groups, so that checks see them
         evaluation=Evaluation(),  # an evaluation without data loads nothing
         eval_steps=0,
         eval_on_start=False,
@@ -96,7 +96,7 @@ def _look(small: Config, config: Config) -> Examined:
     run.tick(0)
     collection = collect(run)
     batch = run.policy.collate(collection.rollouts)
-    # All rows, each with an advantage of 1, as if the advantage chain dropped none of them.
+    # Give all rows advantage 1, including rows that the advantage functions dropped.
     batch = batch.replace(
         group=collection.table.group,
         advantage=batch.mask.clone(),
@@ -117,7 +117,7 @@ def _look(small: Config, config: Config) -> Examined:
         return in_order(rows, [prompt.uid for prompt in prompts])
 
     memory = estimate_with(config, run.policy, [row.prompt for row in collection.rollouts])
-    if "learning/activations" not in memory:  # no estimate for answers of full length
+    if "learning/activations" not in memory:  # fallback: measured here
         memory = {**memory, f"learning/activations of {run.learner.guard.micro_batch_steps} steps": saved}
     return Examined(
         config=config,
@@ -150,7 +150,7 @@ def _reached(run: Run, batch: Batch) -> tuple[list[str], float]:
     with _nudged(parameters), evaluating(module):
         with saved_storages(module) as kept:
             logp = run.policy(micro, frozenset()).logp
-        # Weighted: in a plain sum, a parameter with equal effect on all choices would have no gradient.
+        # Unequal weights: a plain sum has gradient 0 for parameters with equal effect on all steps.
         signs = torch.linspace(0.5, 1.5, logp.numel()).view_as(logp).to(logp)
         gradients = [None] * len(named)
         if logp.requires_grad:
@@ -160,7 +160,7 @@ def _reached(run: Run, batch: Batch) -> tuple[list[str], float]:
         zero = [name for name, g in zip(named, gradients, strict=True) if g is not None and not g.any()]
     steps = max(1, micro.steps.cost(torch.arange(len(micro))))
     saved = float(sum(kept.values())) * max(1.0, wanted / steps)  # scaled up to a full micro-batch
-    # Some networks discard a part of their last block, whose gradients are rightly 0.
+    # Report zero gradients only if there are many: networks may discard a part of their last block.
     return outside + (zero if len(zero) > SPARE * len(named) else []), saved
 
 

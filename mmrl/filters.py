@@ -27,7 +27,7 @@ def varied(table: RewardTable, *, of: str = "") -> Tensor:
     reward = table.at_end(of) if of else table.reward()
     index, valid = group_index([table.group]), ~reward.isnan()
     extent = group_range(reward, index, valid)
-    # The range of a group without any reward is -inf, so it is dropped, unless it is a single row.
+    # Groups without any reward (range -inf) are dropped, unless they are a single row.
     return (extent > EQUAL) | (group_count(index, torch.ones_like(valid)) < 2)
 
 

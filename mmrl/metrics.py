@@ -37,7 +37,7 @@ def recall_at(
         label: Name before `@`; by default the name of the reward.
     """
     reward = table.at_end(of)
-    reward = reward[~reward.isnan()]  # NaN would count as missed
+    reward = reward[~reward.isnan()]  # NaN: reward does not apply
     passes = torch.gt if strict else torch.ge
     return {f"{label or of}@{bar:g}": float(passes(reward, bar).double().mean()) for bar in at}
 
@@ -320,7 +320,7 @@ def win_rate(
         draw: Payoff of a draw.
         label: Name of the metric.
     """
-    table.at_end(of)  # raises if there is no such reward
+    table.at_end(of)  # raises an error for an unknown reward
     payoff = torch.where(_turns(table, where), table.scored[of], torch.nan)
     payoff = payoff.nansum(-1)[~payoff.isnan().all(-1)] - draw
     won = (payoff > EQUAL).double() + 0.5 * (payoff.abs() <= EQUAL).double()

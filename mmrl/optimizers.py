@@ -16,7 +16,7 @@ from mmrl.config.registry import optimizer
 Named = Sequence[tuple[str, nn.Parameter]]
 
 _TOGETHER = 2**24  # largest number of elements in a batch of matrices to orthogonalise
-_TABLES = re.compile(r"embed|lm_head")  # names of lookup tables with a row per token: no linear maps
+_TABLES = re.compile(r"embed|lm_head")  # names of token embeddings and output heads
 
 
 @optimizer
@@ -40,7 +40,7 @@ def adamw(
 
 
 def _adamw(weights: Sequence[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
-    # On a GPU, torch's default makes a temporary copy of all second moments; the fused kernel makes none.
+    # Fused on a GPU, because torch's default makes a temporary copy of all second moments.
     return torch.optim.AdamW(weights, fused=all(p.is_cuda for p in weights) or None, **options)
 
 
@@ -196,7 +196,7 @@ class Parted(torch.optim.Optimizer):
     """An optimizer that consists of several optimizers, each for its own parameters."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
-        # torch's initialiser is not called: groups and state belong to the component optimizers.
+        # Do not call torch's initialiser: parameter groups and state belong to the component optimizers.
         self.parts, self.defaults, self.state = parts, {}, {}
         self.param_groups = [group for part in parts for group in part.param_groups]
 

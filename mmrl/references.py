@@ -68,7 +68,7 @@ class Reference:
             self._swap()
 
     def _swap(self) -> None:
-        reshard(self.policy.module)  # otherwise FSDP2 would use the weights that it has gathered
+        reshard(self.policy.module)  # drop weights that FSDP2 has gathered before
         for name, parameter in trained(self.policy).items():
             self.weights[name] = swap(parameter, self.weights[name])
 
@@ -114,8 +114,8 @@ def ema(policy: Policy, *, decay: Probability = 0.99, every: PositiveInt = 1) ->
 class SecondModel:
     """An additional model that is trained beside the policy: a critic, or a process reward model.
 
-    Like the policy, the model has its own advantage functions, which compute a number per step, such as the
-    value to predict, and its own objective, which learns these numbers. The run's advantage functions and
+    Like the policy, the model has its own advantage functions, which compute a target per step, such as the
+    value to predict, and its own objective, which fits these targets. The run's advantage functions and
     objectives read the model's outputs by its name in `references`. It is placed on devices, saved and
     resumed like the policy; a checkpoint has its weights in the folder `references/NAME`.
 

@@ -15,7 +15,7 @@ from mmrl.core.types import Clock
 
 def _warm(value: float, clock: Clock, warmup_steps: float) -> float:
     steps = math.ceil(warmup_steps * clock.max_steps) if warmup_steps < 1 else warmup_steps
-    # step + 1, so that step 0 has a value above 0, and step `steps` - 1 has the full value.
+    # Count from step + 1: step 0 is above 0, and step `steps` - 1 has the full value.
     return value * min(1.0, (clock.step + 1) / steps) if steps else value
 
 

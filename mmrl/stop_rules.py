@@ -32,7 +32,7 @@ class StopRule:
         self.ended = False
 
     def holds(self, mean: float) -> bool:
-        """Whether the stop condition holds for the metric's mean over the latest window; called per value."""
+        """Whether the stop condition holds for this mean over the latest window; called once per value."""
         raise NotImplementedError
 
     def on_event(self, event: str, step: int, metrics: Mapping[str, float]) -> None:
@@ -40,7 +40,7 @@ class StopRule:
         if event != "step_end":
             return
         measured = [name for name in metrics if name.startswith("eval_") or not self.held_out]
-        if self.metric not in metrics and measured:  # a step without an evaluation has no `eval_` metrics
+        if self.metric not in metrics and measured:  # `eval_` metrics are missing at most steps
             hint = nearest(self.metric, measured) or f"there are {', '.join(sorted(measured))}"
             raise ConfigError(f"until: the run has no metric '{self.metric}'; {hint}")
         value = metrics.get(self.metric, math.nan)

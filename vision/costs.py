@@ -24,14 +24,14 @@ def keys_and_values(engine: Engine) -> Iterator[Mapping[str, float]]:
     """
     spent: dict[str, float] = {}
     peaks: list[int] = []  # largest size of each cache so far, in bytes
-    latest: Callable[[], Any] = lambda: None  # a weak reference, so that this hook keeps no cache alive
+    latest: Callable[[], Any] = lambda: None  # weak reference to the latest cache
 
     def record(module: nn.Module, args: Any, options: Mapping[str, Any], output: Any) -> None:
         nonlocal latest
         cache, ids = options.get("past_key_values"), options.get("input_ids")
         if cache is None or ids is None:  # not the forward pass of a whole model
             return
-        # The model with its head and the model without it both get the cache: count a new cache once.
+        # Count a cache once: the hook sees it in the model with its head and in the model without it.
         if cache.get_seq_length() == ids.shape[1] and latest() is not cache:
             peaks.append(0)
             latest = weakref.ref(cache)
@@ -65,7 +65,7 @@ def held_bytes(thing: Any) -> int:
             case list() | tuple() | set() | frozenset():
                 left += value
             case type() | FunctionType() | MethodType() | nn.Module():
-                pass  # code and weights, not state
+                pass  # no state: code or weights
             case object(__dict__=attributes):
                 left += attributes.values()
     return sum(storages.values())

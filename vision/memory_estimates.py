@@ -76,7 +76,7 @@ def _longest_recorded(policy: TokenPolicy, prompts: Sequence[Prompt]) -> int:
 def cache_bytes(policy: TokenPolicy, prompt_tokens: int, answer_tokens: int) -> float:
     """Return the bytes of an unquantised KV cache with this many prompt and answer tokens."""
     text = policy.model.config.get_text_config()
-    # Some configs lack this attribute or have null; others provide it through an alias.
+    # `head_dim` may be missing, null or an alias.
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     token = 2 * text.num_hidden_layers * heads * head_size(text) * policy.compute.itemsize
     return float(token * (prompt_tokens + answer_tokens))
@@ -93,13 +93,13 @@ def _generation(
         decode, _ = _measured(lambda: _decoded(CachedReader(policy, [encoded] * ROWS)))
         packed = float(packed_bytes(policy.model))
     prompt_pass = max(0.0, prefill - cache_bytes(policy, length, 0)) * prompts
-    # Decoding one token in ROWS rows, without the prefill before it and without the cache; scaled to `rows`.
+    # Measure one decoding step with ROWS rows, without prefill and cache, and scale it to `rows`.
     row_pass = max(0.0, decode - prefill - cache_bytes(policy, 0, ROWS * room_of(1))) / ROWS * rows
     del reader
     return {
         "rollouts/cache": cache_bytes(policy, before, rows * room_of(longest)),
         "rollouts/passes": max(prompt_pass, row_pass),
-        # Only CPUs pack weights. These weights are on no device yet: assume a GPU if the machine has a GPU.
+        # Only CPUs pack weights. The (fake) weights have no device yet: assume a GPU if there is one.
         "rollouts/packed weights": 0.0 if torch.cuda.is_available() else packed,
         "rollouts/cast weights": _cast_bytes(policy),
     }
@@ -122,7 +122,7 @@ def _learning(
         rollout.num_generations, learn.micro_batch_steps,
     )  # fmt: skip
     measured = {ROWS * length: _states_bytes(policy, module, encoded, length) for length in LENGTHS}
-    # A packed sequence has a mask over all pairs of its tokens, so its memory is quadratic.
+    # Quadratic with packing: the mask of a packed sequence covers all pairs of its tokens.
     activations = prompts * extrapolated(measured, rows * longest // prompts, square=module.checkpointed)
     activations += _cast_bytes(policy)
     logits = _logits_bytes(policy, extra, rows * longest)
@@ -139,7 +139,7 @@ def _learning(
 def micro_batch(
     before: int, longest: int, prompts: int, answers: int, max_steps: int
 ) -> tuple[int, int, int]:
-    """Return prompts and rows of the largest micro-batch, and the number of micro-batches per mini-batch.
+    """Return (prompts, rows) of the largest micro-batch, and the number of micro-batches per minibatch.
 
     Args:
         before: Tokens of a prompt.
@@ -203,7 +203,7 @@ def _logits_bytes(policy: TokenPolicy, extra: Set[str], count: int) -> float:
 
 @contextmanager
 def _autocast(policy: TokenPolicy) -> Iterator[None]:
-    """Autocast in the policy's precision; cast all weights first, so that measured passes exclude it."""
+    """Autocast in the policy's precision, with weights already cast, to exclude casts from measurements."""
     kind = policy.core.get_input_embeddings().weight.device.type
     with torch.autocast(kind, policy.compute, enabled=policy.compute in LOW):
         for layer in _cast_layers(policy):

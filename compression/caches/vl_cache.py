@@ -19,7 +19,7 @@ from mmrl.kv_cache.tails import GrowingTail
 
 @dataclass(eq=False, kw_only=True)
 class VLCacheRecipe(Recipe):
-    """Recipe with the options of VL-Cache and the scores of the layers so far; one object for all layers."""
+    """Recipe of VL-Cache: options and token scores of all layers so far, in one object for all layers."""
 
     keep: float
     by_density: bool

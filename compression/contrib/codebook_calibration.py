@@ -129,7 +129,7 @@ def scale_metric(moments: Tensor) -> Tensor:
     """Scale second moments (L, h, D, D) to a mean diagonal of 1, and add `FLOOR` to the diagonal."""
     mean = moments.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     eye = torch.eye(moments.shape[-1], dtype=moments.dtype, device=moments.device)
-    # If answers do not depend on keys or values, as in the last layer of some models, all weights are equal.
+    # Without any gradient, as in the last layer of some models, use the identity.
     return torch.where(mean > 0, moments / mean.clamp(min=1e-30), eye) + FLOOR * eye
 
 

@@ -1,1 +1,1 @@
-"""Adapters of vision-language model families, through which visual-token pruning reads the models."""
+"""Adapters that give visual-token pruning a uniform view of vision-language model families."""

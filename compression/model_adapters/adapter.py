@@ -53,8 +53,8 @@ class ModelAdapter:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary embedding to queries or keys (B, H, n, D); `cos` and `sin` are (B, n, D)."""
-    # Maps (x1, x2) to (x1 cos - x2 sin, x2 cos + x1 sin). The shape (B, n, H, D) is the memory layout of the
-    # projection, so nothing is copied first.
+    # Maps (x1, x2) to (x1 cos - x2 sin, x2 cos + x1 sin), in the projection's memory layout (B, n, H, D),
+    # to avoid a copy.
     x, cos, sin = x.transpose(1, 2), cos[:, :, None], sin[:, :, None]
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]

@@ -63,7 +63,7 @@ class LayerAttention:
         stage, kept, lost, vis = self.stage, self.split.kept, self.split.lost, None
         if not torch.is_tensor(self.k):
             return self._attend_quantised_cache(), None
-        # Visual queries are missing without visual tokens, in frozen layers, and if no head is kept for them.
+        # There are no visual queries without visual tokens, in frozen layers, and if no head is kept.
         if self.rows is None or self.rows[0] is None:
             if not lost or not stage.any_visual:
                 return self._attend_text(None), None

@@ -1,7 +1,7 @@
 """Visual tokens of a call: their positions in the sequence and on the patch grids of their images.
 
 `generate` encodes images first and then passes their features (repeated for beams) without the grids.
-Therefore the grids, and the queries and keys of the vision tower, are attributes of the feature tensors.
+So the grids, and the vision tower's queries and keys, are attached to the feature tensors as attributes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LAYOUT: ContextVar[TokenLayout | None] = ContextVar("layout", default=None)
 
 
 def lay_out(core: nn.Module, inputs: Mapping[str, Any], *, grids: bool) -> TokenLayout:
-    """Find the visual tokens of a call, and with `grids` their positions on patch grids."""
+    """Find the visual tokens of a forward pass, and with `grids` their positions on patch grids."""
     ids = inputs.get("input_ids")
     if ids is None:
         raise ValueError(
@@ -110,7 +110,7 @@ def forward_features(core: nn.Module, kind: str, method: Callable, *args: Any, *
 
 
 def encode_ahead(core: nn.Module, inputs: dict[str, Any]) -> None:
-    """Encode the images of a call in advance, as `generate` does, so features carry vision-tower states."""
+    """Encode the images before the forward pass, as `generate` does; features carry vision-tower states."""
     if inputs.get("pixel_values") is None:
         return
     wanted = inspect.signature(core.get_image_features).parameters

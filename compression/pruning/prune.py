@@ -1,4 +1,4 @@
-"""Views of a model: modules that share its weights but compute something else."""
+"""Pruned views of a model: copies of its modules that share all weights but run another forward pass."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def prune(
     adapter_of(model.base_model)  # raises an error for families without an adapter
     view = record_transform(share_weights(model), model, name, options)
     core, text = view.base_model, view.base_model.get_decoder()
-    # Of the reductions before one layer, those that choose tokens come before the removal of all tokens.
+    # Before the same layer, reductions that choose tokens come before the removal of all tokens.
     order = lambda reduction: (reduction.layer, reduction.choose is None)
     reductions = tuple(sorted((*before.reductions, *reductions), key=order))
     vars(core)[PRUNING] = replace(before, reductions=reductions, **changes)
@@ -70,7 +70,7 @@ def share_weights(module: nn.Module, swap: Mapping[int, nn.Module] | None = None
             return copies[id(module)]
         view = copies[id(module)] = copy.copy(module)
         state = vars(view)
-        # Copy tables of parameters, buffers and hooks, so that hooks on the copy do not affect the original.
+        # Copy the dictionaries of parameters, buffers and hooks: new hooks must not affect the original.
         tables = [name for name in state if name[0] == "_" and type(state[name]) in (dict, OrderedDict, set)]
         state |= {name: copy.copy(state[name]) for name in tables}
         for name, child in view._modules.items():

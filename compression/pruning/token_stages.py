@@ -1,8 +1,8 @@
-"""Stages: the layers between two token reductions, with the same queries (rows) and keys (columns).
+"""Stages: groups of layers between two token reductions, with equal queries (rows) and keys (columns).
 
 All layers of a stage have the same visual tokens, and thus the same columns in their cache layers. The
 position and kind of every column are stored in extra layers at the end of the same cache. So operations on
-the cache, such as beam search, repetition, cropping and row selection, rearrange them, too.
+the cache, such as beam search, cropping and row selection, apply to them, too.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class TokenStage:
         """Invert `index` (B, n): return the position of each token of this call in `index`, (B, S), or 0."""
         size = self.call.layout.visual.shape[1]
         order = torch.arange(index.shape[1], device=index.device).expand_as(index)
-        # The extra last entry takes the values of padding (-1).
+        # The additional last entry receives the values of padding (-1).
         places = index.new_zeros(len(index), size + 1)
         places.scatter_(1, index.masked_fill(index < 0, size), order)
         return places[:, :size]

@@ -91,7 +91,7 @@ def _slice(linear: nn.Module, *, rows: FeatureIndex = None, columns: FeatureInde
 
 
 def _resize(view: nn.Module, sizes: dict[str, int]) -> None:
-    """Set the new sizes in a copy of the configuration, which becomes the configuration of the view."""
+    """Give the pruned view a copy of the configuration with the new sizes."""
     config = copy.deepcopy(view.config)
     text = config.get_text_config()
     if "head_dim" in sizes and "head_dim" not in text.to_dict():

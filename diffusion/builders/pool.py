@@ -1,4 +1,4 @@
-"""Builder of a pool: several images or videos per prompt with the values of all rewards."""
+"""Builder of a pool: an offline data set with several scored images or videos per prompt."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Pool:
         limit: Maximum number of prompts; 0: all prompts.
     """
 
-    goes_on = True  # can resume, so `mmrl build` passes the output folder itself, not a temporary one
+    goes_on = True  # resumable: `mmrl build` passes the output folder, not a temporary one
 
     stream: Stream
     prompts: Mapping[str, Any]
@@ -114,7 +114,7 @@ class Pool:
             return self._assemble(shards, numbers, output) if processes.main else {"prompts": len(prompts)}
 
     def _plan(self, content: Mapping[str, str]) -> dict[str, Any]:
-        """Return all settings and file hashes that images and scores depend on."""
+        """Return the settings and file hashes on which images and scores depend, to check resumed builds."""
         parts = {"prompts": self.prompts, "model": self.model}
         return {
             **{name: as_plain(piece) for name, piece in parts.items()},

@@ -23,7 +23,7 @@ from mmrl.data.text_files import CAPTION, RecordedAnswers
 from mmrl.data.video import FrameSampling
 from mmrl.diffusion.image_io import image_size, load_image, load_video
 
-# Column names in public data sets, in order of preference: the first with content in a row is read.
+# Column names in public data sets, in order of preference; the first non-empty one is read.
 SOURCES = (
     "edit_image", "kontext_images", "source_images", "source_image", "source_img", "src_img", "input_image",
     "original_image", "images", "image", "file_name",
@@ -154,7 +154,7 @@ class ConditionedRows:
         roles: Maps each role, such as "source", to its possible column names. The first column with content
             is read. The last role is the text, all others are media.
         columns: Maps roles to the names of their columns in this file.
-        size: Source of the result size; see `edits`.
+        size: How the size of results is determined; see `edits`.
     """
 
     def __init__(
@@ -177,15 +177,15 @@ class ConditionedRows:
     def read(self, make: Callable[[DataRow, int], Prompt], bad_rows: str, limit: int) -> Sequence[Prompt]:
         """Create a prompt from every row with `make`; see `read_prompts`."""
         rows = Rows(self.path, self.media_root.root)
-        texts = self.roles[self.text]  # a tuple means alternative names of one column
+        texts = self.roles[self.text]  # a tuple: alternative column names
         sizes = (*SIZE, "size") if self.size == "row" else ()
         reads = [*(name for name in self.names if name not in texts), texts, *sizes]
         return read_prompts(self.path, rows, make, reads=reads, bad_rows=bad_rows, limit=limit)
 
     def choose(self, row: DataRow) -> dict[str, str]:
-        """Map each role to its first column with content that no earlier role uses; "" if there is none.
+        """Map each role to its first non-empty column that no earlier role uses; "" without one.
 
-        Raises `RowError` if no role uses a column that holds an image or video.
+        Raises `RowError` if a column with an image or video remains unused.
         """
         filled = [name for name in self.names if has_content(row.columns.get(name))]
         chosen: dict[str, str] = {}
@@ -234,7 +234,7 @@ class ConditionedRows:
         return text(value[0] if isinstance(value, list | tuple) and value else value, column).strip()
 
     def wanted(self, role: str) -> RowError:
-        """Return the error for a row that lacks an image for `role`."""
+        """Create the error about a row that lacks an image for `role`."""
         return RowError(f"wanted an image in {' or '.join(map(repr, self.roles[role]))}")
 
 
@@ -267,7 +267,7 @@ class LoadsMask:
 
 
 def checked_mask(mask: Media, image: Media) -> Media:
-    """Return a mask as a medium; raises `RowError` if it is of another size, or only dark grey."""
+    """Return a mask as a medium; raises `RowError` if its size differs or no pixel is light."""
     assert mask.source is not None, "masks are files, or bytes inside rows"
     loaded = Media("image", mask.name, LoadsMask(mask.source, mask.name), mask.source)
     pixels = loaded.load().pixels

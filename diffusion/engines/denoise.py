@@ -31,7 +31,7 @@ from mmrl.diffusion.sizes import FrameSize, check_engine_size, places_by, result
 from mmrl.diffusion.staged_network import check_trained
 from mmrl.diffusion.steps import Conditioning, FlowPolicy, FlowRow
 
-# Options that select stochastic steps, with their defaults; other values need a solver.
+# Options for stochastic steps, with their defaults; other values require a `solver`.
 CHOICES = {"stochastic": None, "window_size": 0, "window_start": None, "window_shrinks": False, "share": 1}
 
 
@@ -158,7 +158,7 @@ class Denoise:
 
     @classmethod
     def size_from(cls, options: Mapping[str, Any]) -> FrameSize:
-        """Return frames, height and width of the results, given the options of the engine."""
+        """Return frames, height and width of results from the options of an engine."""
         given = {"num_frames": cls.num_frames, "height": cls.height, "width": cls.width} | dict(options)
         return given["num_frames"], given["height"], given["width"]
 
@@ -207,10 +207,10 @@ class Denoise:
             shape, times = self.schedule(size := sizes[prompt.uid])
             generator = self.stream.generator(prompt.uid, generations[prompt.uid])
             generations[prompt.uid] += 1
-            # A shared start has the same key for all generations.
+            # With `same_noise`, all generations of a prompt draw their start with the same key.
             first = self.stream.generator(prompt.uid, "start") if self.same_noise else generator
             start = torch.randn(shape, generator=first)
-            # Noise for all steps of the window, so that `share` changes the recorded steps but not the path.
+            # Draw noise for the whole window, so that `share` only changes which steps are recorded.
             noise = torch.randn((high - low, *shape), generator=generator)
             chosen = torch.randperm(high - low, generator=generator)[:recorded].sort().values
             plans.append(DenoisingPlan(prompt, size, times, start, (low, high), noise, low + chosen))
@@ -218,7 +218,7 @@ class Denoise:
 
     @torch.no_grad()
     def follow(self, plans: Sequence[DenoisingPlan]) -> Rollouts:
-        """Denoise rows as their plans say, batched by size; returns one trajectory per plan, in order."""
+        """Denoise by plans, in batches of equal size; returns one trajectory per plan, in order."""
         groups = places_by((plan.size, plan.first) for plan in plans)
         parts = [
             group[at : at + size]
@@ -247,7 +247,7 @@ class Denoise:
         times = plans[0].times.to(policy.device)
         latents = torch.stack([plan.start for plan in plans]).to(policy.device, policy.precision)  # (B, *L)
         noise = torch.stack([plan.noise for plan in plans])  # (B, T, *L)
-        # The path has an entry for each time of the schedule; skipped steps hold the start.
+        # The path has S + 1 entries; those before step `first` repeat the start.
         path, logp = [latents.cpu()] * (first + 1), []
         for i in range(first, len(times) - 1):
             if low <= i < high:
@@ -260,7 +260,7 @@ class Denoise:
                 latents = self.advance(conditioning, latents, times[i], times[i + 1])
             check_finite(latents, [plan.prompt.uid for plan in plans], i)
             advance(work, i + 1 - first, len(times) - 1 - first)
-            # Without stochastic steps only the end of the path is needed.
+            # Without stochastic steps, keep only the final latents.
             path = [*path, latents.cpu()] if high > low else [latents.cpu()]
         logps = torch.stack(logp, 1) if logp else torch.zeros(len(plans), 0)  # (B, T)
         frames = policy.family.frames_per_latent(policy.pipe, tuple(plans[0].start.shape))
@@ -271,7 +271,7 @@ class Denoise:
                 conditioning.guidance, passes, self.solver, frames, negatives[i] if negatives else None,
             )  # fmt: skip
             length = policy.likelihood.length(steps)
-            # Only `diffusion.transition` has log-densities of sampled steps.
+            # Only the likelihood `diffusion.transition` defines log-densities of sampled steps.
             notes = {"logp": logps[i][plan.at - low]} if policy.likelihood.stochastic else {}
             outcome = outcome_of(pixels, self.frames_per_second, length)
             rows.append(Trajectory(plan.prompt, plan.prompt.uid, (outcome,), steps, length, notes))

@@ -23,7 +23,7 @@ from mmrl.diffusion.steps import Conditioning, FlowRow, collate_sizes, segments_
 
 TINY = 1e-10  # keeps the gradients of the roots finite at error 0
 
-# Functions of error, time and `power`: minus the log-likelihood (section 3.2 of arXiv 2509.25050's code).
+# Weightings: (error, time, `power`) -> minus log-likelihood, as in the code of arXiv 2509.25050.
 WEIGHTINGS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "uniform": lambda error, time, power: error,
     "t": lambda error, time, power: time * error,

@@ -15,7 +15,7 @@ from mmrl.diffusion.model_family import Condition, PipelineFamily, Request, chec
 from mmrl.diffusion.schedule import scheduled_times
 from mmrl.diffusion.staged_network import meets, most_calls
 
-# Scheduler settings with which the time before the shift cannot be recovered from the shifted time.
+# Unsupported scheduler settings, whose time shift cannot be inverted.
 OTHER_SCHEDULES = (
     "invert_sigmas", "shift_terminal", "use_beta_sigmas", "use_exponential_sigmas", "use_karras_sigmas"
 )  # fmt: skip
@@ -73,7 +73,7 @@ class CogView4(PipelineFamily):
         """Predict velocities, with a separate network call for each text length."""
         lengths = condition["length"]
         groups = [(length, (lengths == length).nonzero()[:, 0]) for length in lengths.unique().tolist()]
-        # A call of a sharded network is a collective, so all processes must make equally many calls.
+        # Calls of a sharded network are collective, so all processes must make the same number.
         idle = most_calls(len(groups), latents.device) - len(groups) if meets(network) else 0
         velocities = []
         for length, rows in groups + groups[:1] * idle:

@@ -90,6 +90,6 @@ class Flux(PackedFamily):
 
 
 def token_positions(latents: Tensor, first: int) -> Tensor:
-    """Return position ids (tokens, 3) of latents (B, C, h, w), row by row: `first`, row, column."""
+    """Return position ids (tokens, 3) of latents (B, C, h, w) in row-major order: (`first`, row, column)."""
     rows, columns = (torch.arange(side // 2, device=latents.device).float() for side in latents.shape[-2:])
     return torch.cartesian_prod(rows.new_full((1,), first), rows, columns)

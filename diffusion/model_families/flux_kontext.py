@@ -63,6 +63,6 @@ def resized(pipe: Any, image: Tensor) -> Any:
 
     original, multiple = to_pil(image), 2 * pipe.vae_scale_factor
     height, width = pipe.image_processor.get_default_height_width(original)  # multiples of a token's side
-    # among equally close ratios, take the first and smallest, as the pipeline does
+    # Of equally close ratios take the first, which is the smallest, as the pipeline does.
     _, width, height = min((abs(width / height - w / h), w, h) for w, h in PREFERRED_KONTEXT_RESOLUTIONS)
     return pipe.image_processor.resize(original, height // multiple * multiple, width // multiple * multiple)

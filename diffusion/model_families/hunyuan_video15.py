@@ -21,7 +21,7 @@ from mmrl.diffusion.model_family import (
 )
 from mmrl.diffusion.schedule import scheduled_times
 
-# Required settings of the pipeline's guider, which are its defaults; the engine sets the scale.
+# Settings that the pipeline's guider must have (its defaults); the engine sets the guidance scale.
 GUIDER = {"guidance_rescale": 0.0, "start": 0.0, "stop": 1.0, "use_original_formulation": False}
 
 

@@ -136,7 +136,7 @@ class Ltx2(PipelineFamily):
             use_cross_timestep=True,
             return_dict=False,
         )
-        # Entries with a fixed value have the velocity (latent - value) / sigma; the padding is fixed at 0.
+        # Velocity of entries with a fixed value: (latent - value) / sigma; padding is fixed at 0.
         zeros = entries[..., length:] / sigma.view(-1, 1, 1)
         sound = torch.cat([sound.transpose(1, 2).to(zeros), zeros], 2).unflatten(2, (filled, height, width))
         video = video.transpose(1, 2).to(zeros).unflatten(2, (frames, height, width))

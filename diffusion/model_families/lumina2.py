@@ -33,7 +33,7 @@ class Lumina2(PipelineFamily):
         self._check(pipe, f"{pipe.system_prompt} <Prompt Start> {text}", max_sequence_length)
 
     def _check(self, pipe: Any, words: str, max_sequence_length: int) -> None:
-        # The image takes the position after the last text token on the first axis, so one must be free.
+        # Leave one position free: the image takes the one after the last text token on the first axis.
         most = min(MAX_TOKENS, pipe.transformer.config.axes_lens[0] - 1)
         if max_sequence_length > most:
             raise ValueError(f"`max_sequence_length` is at most {most}, not {max_sequence_length}")

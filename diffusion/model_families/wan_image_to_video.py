@@ -27,7 +27,7 @@ class WanImageToVideo(Wan):
     """
 
     pipelines = frozenset({"WanImageToVideoPipeline"})
-    targets = ("add_k_proj", "add_v_proj", *Wan.targets)  # the first two, of Wan 2.1, read CLIP's tokens
+    targets = ("add_k_proj", "add_v_proj", *Wan.targets)  # `add_*`: CLIP tokens in Wan 2.1
     images = (1, 1)
 
     def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:

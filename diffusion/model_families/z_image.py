@@ -33,7 +33,7 @@ class ZImage(PackedFamily):
 
     def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
         """Raise ValueError if a text, with its chat template, is too long."""
-        # Positions of padded text tokens start at 1; the image takes the position after them.
+        # Reserve a position: text starts at 1 (padded), and the image takes the position after it.
         most = (pipe.transformer.config.axes_lens[0] - 2) // MULTIPLE * MULTIPLE
         if max_sequence_length > most:
             raise ValueError(f"`max_sequence_length` is at most {most}, not {max_sequence_length}")

@@ -173,7 +173,7 @@ class Flow:
         check_usable(encoded, model)
         moved, bits = encoded or "text_encoders" in (options.get("offload") or ()), options.get(BITS)
         check_bits(model, bits, adapted=options.get("lora_rank"), moved=moved)
-        chosen: tuple[str, ...] = ()  # unknown for a hub model
+        chosen: tuple[str, ...] = ()  # unknown before the download
         if Path(model).expanduser().is_dir():
             config = loading.config_of(model)
             family = family_of(config["_class_name"])
@@ -232,7 +232,7 @@ class Flow:
         return [text, negative, self.max_sequence_length, seen]
 
     def stored(self, requests: Sequence[Request]) -> bool:
-        """Return whether the folder of encoded prompts holds all requests; False if there are none."""
+        """Whether the disk cache has the encodings of all requests; False without requests."""
         encoded = self.encoded
         if encoded is None or not requests:
             return False
@@ -255,7 +255,7 @@ class Flow:
         """Predict velocities (B, *L) of latents at times `sigma` (B,), in float32 or float64."""
         keys = [self.family.batch_key(condition) for condition in conditioning.conditions]
         groups = places_by(keys[which] for which in conditioning.which.tolist())
-        # A call of a sharded network is a collective, so all processes must make equally many calls.
+        # Calls of a sharded network are collective, so all processes must make the same number.
         counts = type(self.family).batch_key is not PipelineFamily.batch_key and meets(self.module)
         idle = most_calls(len(groups), self.device) - len(groups) if counts else 0
         if len(groups) <= 1 and not idle:
@@ -272,7 +272,7 @@ class Flow:
     def _velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """Predict velocities of rows whose conditions can be batched together."""
         device = self.device
-        # Conditions and negative prompts are stacked together, so that all are padded to one length.
+        # Stack prompts and negative prompts together, to pad all of them to one length.
         conditions, negatives = conditioning.conditions, conditioning.negatives
         distinct = {id(one): one for one in (*conditions, *negatives)}
         stacked = self.family.stack([*distinct.values()])

@@ -80,7 +80,7 @@ class ClipDirection:
         return (turns[0] * turns[1]).sum(-1).tolist()
 
     def _pair(self, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Stack 2 N vectors (D,), and split them into the first and the last N: two tensors (N, D)."""
+        """Stack 2 N vectors (D,) to two tensors (N, D): the first N and the last N."""
         width = rows[0].shape[-1] if rows else 1
         return tuple(torch.cat([torch.zeros(0, width), *(row[None] for row in rows)]).view(2, -1, width))
 

@@ -176,7 +176,7 @@ class QwenScorer(nn.Module):
             self.add_module(name, head)
         with base.explained(f"{reward}: these are not its published weights on '{model}'"):
             self.load_state_dict(state, assign=True)
-        # As released, the whole body is converted, so the frequencies of rotary positions are rounded too.
+        # As in the released code, convert the whole body, which also rounds rotary frequencies.
         self.body.to(dtype)
         for name in made:
             self.get_submodule(name).to(head_dtype)
@@ -239,7 +239,7 @@ def load_scorer(
     tokens: Sequence[str],
     heads: Callable[[int], Mapping[str, nn.Module]],
 ) -> QwenScorer:
-    """Load a scorer whose heads are in float32, or share the loaded one; see `QwenScorer`."""
+    """Load a `QwenScorer` with heads in float32, or return the same one that another reward loaded."""
 
     def load() -> QwenScorer:
         state = renamed(reward, base.read_weights(reward, weights))

@@ -76,7 +76,7 @@ class TextInImage:
         """Recognise the texts in an image (3, height, width), and join them."""
         try:
             texts = self.recognise(image)
-        except Exception as error:  # the source counts a failure as an image without text; here it warns
+        except Exception as error:  # as Flow-GRPO, count a failure as no text; but warn
             warnings.warn(f"the recogniser of text_in_image failed, which earns 0: {error!r}", stacklevel=2)
             return ""
         return "".join(text for text, confidence in texts if confidence > 0)
@@ -136,7 +136,7 @@ def quoted(prompt: Prompt) -> str:
 
 
 def _end(text: str, at: int, pairs: Mapping[str, str]) -> int:
-    """Return the index of the quote that closes the quote at `at`; 0 if it opens none or is not closed."""
+    """Return the index of the quote that closes the one at `at`; 0 if there is none."""
     mark, before = text[at], text[at - 1 : at] if at else ""
     apostrophe = mark in "'‘`" and (before.isalnum() or re.match(r"\d\ds\b", text[at + 1 : at + 4]))
     if apostrophe or (mark in "\"'”" and before.isdigit()):

@@ -112,7 +112,7 @@ def _numbers(words: Sequence[str], count: int, low: float, high: float) -> Score
 
 
 def _inputs_of(form: str) -> RewardInputs:
-    """Return the inputs (kind of media, source image) that a form of `UnifiedReward` reads."""
+    """Return the inputs (kind of media, source image) that a `form` of `UnifiedReward` requires."""
     kind = "video" if form == "video" else "image"
     return OF_IMAGE_EDITS if form == "edit" else RewardInputs(frozenset({kind}))
 
@@ -206,7 +206,7 @@ class UnifiedReward(Written):
         return [scores if isinstance(scores, Unread) else of(scores) for scores in replies]
 
     def _shown(self, prompt: Prompt, outcome: Outcome) -> Sequence[Media]:
-        """Return the images to show: for a video, evenly spaced frames as published, without duplicates."""
+        """Return the images for the model: of a video, evenly spaced frames, without duplicates."""
         frames = frames_of(prompt, outcome)
         if (outcome.video is None) == (self.form == "video"):
             kind = "videos" if self.form == "video" else "images"

@@ -1,4 +1,4 @@
-"""Entropy of a group's answers over clusters of equal answers."""
+"""Entropy of a group over clusters of equal answers."""
 
 from __future__ import annotations
 

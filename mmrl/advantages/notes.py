@@ -1,4 +1,4 @@
-"""Notes (values per step that the engine recorded), in the shapes that advantage functions need."""
+"""Access to notes, which are values per step that the engine recorded, for advantage functions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def holes(table: RewardTable, steps: int) -> Tensor:
 
 
 def hole_places(table: RewardTable) -> Tensor:
-    """Mark the entries that are holes (see `holes`): (N, K) bool; False in rows without an entry per step."""
+    """Mark entries of a `per_step` table that are holes (see `holes`): (N, K) bool; False in other rows."""
     places = table.ends.shape[1]
     steps = torch.arange(1, places + 1)
     by_step = table.ends == torch.where(steps <= table.length[:, None], steps, ABSENT)
@@ -54,7 +54,7 @@ def first_noted(table: RewardTable, name: str) -> Tensor:
 
 
 def _of_width(note: Tensor, steps: int) -> Tensor:
-    # Notes are as wide as the longest sampled row, even if that row has been dropped since.
+    # Notes may be wider than the table, if its longest row was dropped.
     return pad_to(note, steps, 1, torch.nan)[:, :steps]
 
 

@@ -29,7 +29,7 @@ def best_vs_worst(
     """
     groups, index = table.groups(by), table.index(by)
     best, worst = groups.largest(), groups.smallest()
-    apart = table.valid & (best - worst > max(margin, EQUAL))  # also excludes groups of ties
+    apart = table.valid & (best - worst > max(margin, EQUAL))  # excludes groups of equal rewards, too
     # (N, R, K) the number of each entry, to find the first of several equal rewards.
     order = torch.arange(index.numel(), dtype=best.dtype).view(index.shape)[:, None].expand_as(best)
     pair = torch.zeros_like(best)
@@ -41,14 +41,14 @@ def best_vs_worst(
         steps = table.length.double()[:, None, None].expand_as(pair)
         lengths = GroupStatistics(steps, pair != 0, index)  # lengths of the two rows of a pair
         pair = torch.where(lengths.largest() <= length_ratio * lengths.smallest(), pair, 0.0)
-    return table.replace(values=pair, learn=table.learn & pair.any(1))  # in a pair of at least one reward
+    return table.replace(values=pair, learn=table.learn & pair.any(1))  # rows in a pair of any reward
 
 
 @advantage
 def pairs_with_ties(table: RewardTable, *, by: Tags = ("group", "place")) -> RewardTable:
     """Set the better of two rows to 1 and the worse to -1; a tie of two rows keeps both, with 0.
 
-    A group of more rows gives its best and its worst row, and none if all are equal. Every reward and label
+    A larger group keeps its best and its worst row, or none if all are equal. Every reward and label
     of a row is recorded as the note `reward/NAME`, for `bradley_terry`.
 
     Args:
@@ -72,7 +72,7 @@ def kto_kl_rows(table: RewardTable, *, tag: Tag = "unrelated") -> RewardTable:
     return table.note("unrelated", noted).replace(
         values=torch.where(mismatched[:, None], 0.0, table.values),
         valid=table.valid | mismatched[:, None],
-        learn=table.learn | mismatched,  # rows outside the mask could not be measured
+        learn=table.learn | mismatched,  # only rows in the mask are evaluated
     )
 
 

@@ -37,7 +37,7 @@ def mean_by_end(table: RewardTable, *, best: bool = False) -> RewardTable:
         return total / count.clamp(min=1), count > 0
 
     values, valid = gathered(table.values, table.valid)
-    # The last outcome with an end represents all outcomes with this end.
+    # Of outcomes with the same end, keep the last one.
     places = torch.zeros(len(table), width, dtype=torch.int64)
     at = torch.arange(ends.shape[1]).expand_as(ends)
     places.scatter_reduce_(1, slot, torch.where(present, at, 0), "amax")

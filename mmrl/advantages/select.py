@@ -105,7 +105,7 @@ def returns(table: RewardTable, *, gamma: Probability = 1.0, by: Tags = ()) -> R
 
 @advantage(turns=True)
 def increments(table: RewardTable, *, of: tuple[str, ...] = ()) -> RewardTable:
-    """Turn a row's rewards after K prefixes of the answer into the K - 1 changes from each to the next.
+    """Replace a row's rewards after K prefixes of the answer by the K - 1 differences between neighbours.
 
     Each prefix is an outcome. There is no change unless the reward applies to both outcomes. `of` names the
     rewards to replace by their changes (empty: all). All other rewards then apply only to the last outcome of

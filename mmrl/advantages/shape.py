@@ -90,7 +90,7 @@ def value_anchor(
             f"`value_anchor` adds the label '{of}', but there are only {', '.join(table.scored)}; put "
             "`value_weights` before it"
         )
-    early = table.present & (table.ends <= steps)  # after `per_step` the ends are 1, 2, ...
+    early = table.present & (table.ends <= steps)  # ends are 1, 2, ... (see `per_step`)
     anchor = torch.where(early, table.scored[of].nan_to_num(), 0.0)
     return table.put(table.values + k * anchor[:, None])
 

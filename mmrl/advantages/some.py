@@ -51,7 +51,7 @@ def for_some(
 
 
 def put_back(table: RewardTable, inside: Tensor, chosen: list[int], part: RewardTable) -> RewardTable:
-    """Write `part`, the table of the rows `inside` (N,) bool and the rewards `chosen`, back into `table`."""
+    """Copy `part`, the sub-table of the rows `inside` (N,) bool and the rewards `chosen`, into `table`."""
     others = [i for i in range(len(table.names)) if i not in chosen]
     if inside.all() and not others:
         return part

@@ -1,11 +1,11 @@
-"""Segments of answers that branch off from each other in a tree."""
+"""Tree structure of answers that branch off from each other, as nodes and segments."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-Node = tuple[int, ...]  # the group, then the segment numbers on the path from the root
+Node = tuple[int, ...]  # group id, then segment numbers from the root
 
 
 def leaf_of(group: int, number: Tensor, row: int) -> Node:

@@ -56,11 +56,11 @@ def turning_points(
     increment = change(reward[..., 1:], reward[..., :-1], known[..., :-1] & known[..., 1:])  # (N, R, T)
     last = table.last.clamp(min=0)[:, None, None].expand(-1, reward.shape[1], 1)
     ended = known.gather(2, last)
-    remaining = change(reward.gather(2, last), reward[..., :-1], known[..., :-1] & ended)  # change to the end
+    remaining = change(reward.gather(2, last), reward[..., :-1], known[..., :-1] & ended)  # to the last step
     trend = remaining[..., :1]  # (N, R, 1): change over the whole row
     agrees = sign(increment) * sign(trend)  # 1: with the trend, -1: against it, 0: one has no sign
     turning = agrees > 0
-    turning[..., 1:] &= agrees[..., :-1] < 0  # 0 is not against the trend
+    turning[..., 1:] &= agrees[..., :-1] < 0  # strictly against the trend
     if consistent:
         turning &= sign(increment) * sign(remaining - increment) > 0  # the change after the step
     if only_rising:

@@ -26,7 +26,7 @@ def per_episode(
 ) -> RewardTable:
     """Apply advantage functions to whole conversations; all turns get their conversation's advantage.
 
-    The functions see a conversation as one answer with the sum of its rewards. A run without functions for
+    The functions get a conversation as one answer with the sum of its rewards. A run without functions for
     turns does this anyway; use `per_episode` if later functions work on single turns.
 
     Args:

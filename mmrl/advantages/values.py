@@ -13,7 +13,7 @@ from mmrl.core.reward_table import RewardTable, name_id
 
 
 def _errors(table: RewardTable, against: str, gamma: float, bootstrap: bool) -> tuple[RewardTable, Tensor]:
-    """Compute TD errors r_t + gamma V_(t+1) - V_t (N, R, T); also return the table with an entry per step.
+    """Compute TD errors r_t + gamma V_(t+1) - V_t (N, R, T); also return the `per_step` table.
 
     The reward of an outcome belongs to its last step. Steps without a value (holes) are moved to the end with
     error 0; `_put_back` restores the order.
@@ -28,7 +28,7 @@ def _errors(table: RewardTable, against: str, gamma: float, bootstrap: bool) -> 
     if value.shape[1]:
         given = torch.where(table.valid, table.values, 0.0)
         ends = (table.ends - 1).clamp(0, value.shape[1] - 1)
-        # The last step with a value before the end of each outcome.
+        # Index of the last step with a value before each outcome's end.
         last = (known.cumsum(-1).gather(1, ends) - 1).clamp(min=0)
         rewards = rewards.scatter_add(2, last[:, None].expand_as(given), given)
     after = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], 1)
@@ -135,7 +135,7 @@ def value_label(table: RewardTable, *, against: str = "critic", label: str = "pr
 
 @advantage
 def value_targets(table: RewardTable) -> RewardTable:
-    """Give each step the reward of the prefix before it as the critic's target; drop steps without target.
+    """Set the critic's target of each step to the reward of the prefix before it; drop other steps.
 
     The reward of a prefix is the mean reward of its completions by `vision.with_prefix_rollouts`, the target
     of a verifier (PAV, arXiv 2410.08146). A row without prefixes has the reward of its answer at the first

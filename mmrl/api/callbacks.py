@@ -33,7 +33,7 @@ class CallbackAdapter:
         """Call the callback's methods for an event of the run, such as `on_step_end` and `on_log`."""
         self.state.global_step, callback = step, self.callback
         match event:
-            case "train_begin" if not self.ended:  # on a resumed run it would reset the stop flag
+            case "train_begin" if not self.ended:  # not on a resumed run: it would reset the stop flag
                 self._call(callback.on_train_begin)
             case "step_end":
                 record = {**metrics, "step": step}
@@ -53,7 +53,7 @@ class CallbackAdapter:
         self.control = method(self.arguments, self.state, self.control, **parts) or self.control
 
     def _note_best(self, record: Mapping[str, float]) -> None:
-        """Update the best metric; as in transformers, this happens after the callback saw the evaluation."""
+        """Update the best metric, as in transformers after the callback's `on_evaluate`."""
         value, best = record.get(self.arguments.metric_for_best_model or ""), self.state.best_metric
         if value is None:
             return

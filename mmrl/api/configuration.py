@@ -61,8 +61,8 @@ def configuration(
     if model is None and isinstance(args, Mapping):
         model = args.get("model_name_or_path")
     flow = config is None and is_pipeline(model)
-    # TRL has no trainer for flow models: defaults of mmrl and the method apply. If a whole configuration is
-    # given, `args` as a dictionary changes only its own keys; an object sets all arguments of TRL.
+    # For flow models, which TRL has no trainer for, mmrl's defaults apply. With a whole configuration, a
+    # dictionary `args` changes only its own keys, but an object such as a GRPOConfig sets all.
     spoken = not flow and (config is None or args is not None and not isinstance(args, Mapping))
     keywords, own = _arguments(args, ours=not spoken)
     if keywords.pop("model_name_or_path", model) != model:
@@ -80,7 +80,7 @@ def configuration(
     raw = merge(raw, nested(quantized(quantization_config)))
     if ref_model is not None:
         _check_reference(ref_model, model, raw)
-    names: dict[str, Any] = {}  # maps names to objects; two objects never share a name
+    names: dict[str, Any] = {}  # registered objects by unique name
     factories = environments_of(environment_factory)
     if tools or factories:
         raw = with_tools(raw, tools or (), factories, names)
@@ -111,7 +111,7 @@ def _with_data(raw: dict[str, Any], train: Any, test: Any, factories: Sequence[F
 
 
 def _kind(args: Any, keywords: Mapping[str, Any], own: Mapping[str, Any]) -> str:
-    """Return the method that arguments of TRL belong to, by their class or names."""
+    """Infer grpo, dpo or sft from the class or the names of TRL's arguments."""
     named = args is None or isinstance(args, Mapping)
     kind = kind_of_run(keywords, own) if named else kind_of(args)
     return "supervised" if kind == "sft" else kind
@@ -120,7 +120,7 @@ def _kind(args: Any, keywords: Mapping[str, Any], own: Mapping[str, Any]) -> str
 def _changed(
     raw: dict[str, Any], keywords: Mapping[str, Any], own: dict[str, Any], *, complete: bool
 ) -> dict[str, Any]:
-    """Apply arguments of TRL (`keywords`) and keys of mmrl (`own`, which win) to a configuration."""
+    """Apply TRL arguments (`keywords`) and mmrl keys (`own`, which take precedence) to a configuration."""
     merged = merge(raw, own)
     change, decided, differs = translated(keywords, merged, own, complete=complete)
     change = {k: v for k, v in change.items() if k in decided or lookup(own, k, ABSENT) is ABSENT}
@@ -130,7 +130,7 @@ def _changed(
 
 
 def _base(config: Any, method: str, model: Any) -> dict[str, Any]:
-    """Read the initial configuration: a given one, or the defaults for the model and the method."""
+    """Read the configuration to start from: a given one, or defaults for the model and the method."""
     match config:
         case None:
             file = method_file(method or ("flow_grpo" if is_pipeline(model) else "grpo"))
@@ -236,7 +236,7 @@ def _rewards(rewards: Reward | Sequence[Reward], names: dict[str, Any]) -> list[
 
 
 def _filtered(group_filter: Any, rewards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a change that makes a group filter read the first reward if the named one is missing (DAPO)."""
+    """Return a change that lets a group filter (DAPO) read the first reward if its own is missing."""
     names = [one.get("label") or one["name"].rpartition(":")[2].rpartition(".")[2] for one in rewards]
     match group_filter:
         case {"of": str(name)} if names and name not in names:
@@ -279,12 +279,12 @@ def reward_piece(reward: Reward, names: dict[str, Any], kind: str = "reward") ->
 
 # ---- tools and environments
 
-NO_LIMIT = 10_000  # turns and images: TRL limits only tokens
+NO_LIMIT = 10_000  # of turns and images; TRL limits only tokens
 
 
 @dataclass(frozen=True)
 class Factory:
-    """An environment factory (class, function, name, or mapping with a name) and its label."""
+    """An environment factory (class, function, name, or mapping with a name) and its key in a mapping."""
 
     piece: Any
     label: str
@@ -338,7 +338,7 @@ def rewards_of(factories: Sequence[Factory]) -> list[dict[str, Any]]:
 
 
 def without_rows(factories: Sequence[Factory], raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data configuration of a run without data, whose environment provides the tasks."""
+    """Return the data configuration for a run without a data set, whose environment provides the tasks."""
     if len(factories) > 1:
         raise ConfigError(
             "of several environments each row names its own in the column `environment`; give `train_dataset`"
@@ -347,7 +347,7 @@ def without_rows(factories: Sequence[Factory], raw: Mapping[str, Any]) -> dict[s
 
 
 def data_piece(name: str, data: Any, split: str, base: Any) -> dict[str, Any]:
-    """Return the configuration of a dataset; the piece `base` reads data given as a path or as rows."""
+    """Return the configuration of a dataset; data given as a path or as rows are read by the piece `base`."""
     match data:
         case {"name": _}:
             return dict(data)
@@ -359,5 +359,5 @@ def data_piece(name: str, data: Any, split: str, base: Any) -> dict[str, Any]:
 
 
 def as_piece_mapping(piece: Any) -> dict[str, Any]:
-    """Convert a piece to a mapping with a name; return {} for None."""
+    """Convert a piece (name or mapping) to a mapping with `name`; {} for None."""
     return as_mapping(as_plain(piece or {}))

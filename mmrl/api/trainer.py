@@ -177,7 +177,7 @@ class Trainer:
         prompts, run = held_out(config), self.run
         evaluator = make_evaluator(config, prompts, run.policy, run.processes)
         if not self.config.evaluation.rewards:
-            # Use the training's reward objects: another trainer may have registered others under these names.
+            # Reuse the reward objects of the training: other trainers may have re-registered their names.
             evaluator = replace(evaluator, rewards=run.method.rewards)
         return evaluator.measure(state=run.log.state)
 

@@ -17,7 +17,7 @@ from mmrl.runtime.checkpoint import publish
 from mmrl.runtime.files import remove
 
 ADAPTERS = ("adapter_config.json", "pytorch_lora_weights.safetensors")  # files of peft and diffusers
-PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5"}  # other formats of weights
+PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5"}  # weight formats that are not read
 
 
 @builder
@@ -70,7 +70,7 @@ class MergeWeights:
         return {"models": len(folders), "tensors": len(places[0])}
 
     def combine(self, name: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        """Merge the tensors of one name, one of each model."""
+        """Merge one named tensor, given the models' versions of it, by weighted average."""
         return _average(name, tensors, weights)
 
     def _merge_file(
@@ -108,7 +108,7 @@ def _folder(name: str) -> Path:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         raise ConfigError(f"there is no model folder '{name}'")
-    # Adapters of several roles or networks are in subfolders.
+    # Search subfolders, too, which hold adapters of several roles or networks.
     found = (path for file in ADAPTERS for inside in ("", "*/") for path in folder.glob(inside + file))
     if adapter := next(found, None):
         raise ConfigError(

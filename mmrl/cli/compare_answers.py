@@ -75,7 +75,7 @@ def page(gradio: Any, ask: Callable[..., list[Outcome]], names: Sequence[str]) -
             columns = [(gradio.Textbox(label=name, lines=8), gradio.Gallery(label=name)) for name in names]
 
         def shown(*asked: str | None) -> list[Any]:
-            # Every column has a field for text and one for images; an answer fills one of them.
+            # Each model's column has a text field and an image field; an answer fills one of them.
             values: list[Any] = []
             for answer in ask(*asked):
                 values += [answer.text or "", images_of(answer)]

@@ -39,7 +39,7 @@ def build(given: argparse.Namespace) -> None:
     except ValueError as error:  # wrong value of an option
         raise ConfigError(f"build: {error}") from error
     output = Path(config.output)
-    if getattr(builder, "goes_on", False):  # a builder that resumes checks its folder itself
+    if getattr(builder, "goes_on", False):  # a resumable builder checks its folder itself
         facts = {"builder": config.build.name}
         check_replaceable(output, "build", overwrite=given.overwrite, **facts)
         mark(output, "build", **facts)

@@ -1,4 +1,4 @@
-"""Command `mmrl evaluate`."""
+"""Command `mmrl evaluate`: metrics of a model or of several settings of it."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def toolkit_options(toolkit: str, overrides: Sequence[str]) -> tuple[Any, Any, l
 
 
 def _folder_of(folder: Path, facts: Mapping[str, Any], *, own: bool) -> Path:
-    """Return the output folder of an evaluation; if mmrl chose it (`own`), add a number if it is taken.
+    """Return an evaluation's output folder; a default folder (`own`) that is taken gets a number.
 
     Raises ConfigError if the user named a folder that contains another evaluation.
     """
@@ -193,7 +193,7 @@ def _folder_of(folder: Path, facts: Mapping[str, Any], *, own: bool) -> Path:
 
 
 def _record_of(config: Config | EvaluateConfig, given: argparse.Namespace) -> dict[str, Any]:
-    """Describe how an evaluation is made: configuration, code, machine, the arguments of the command."""
+    """Create an evaluation's record: configuration, code, machine, the arguments of the command."""
     from mmrl.runtime.machine import describe_machine
     from mmrl.training.record import record_of
 
@@ -208,7 +208,7 @@ def _writing(
 ) -> Iterator[None]:
     """Lock an evaluation's output folder inside this context, and write its marker file.
 
-    An evaluation of other `facts` is another evaluation; the `record` tells how this one was made.
+    `facts` identify the evaluation; `record` documents configuration, code and machine.
     """
     from mmrl.runtime.files import locked
     from mmrl.runtime.folders import mark
@@ -222,7 +222,7 @@ def _writing(
 def _config_of(name: str, overrides: Sequence[str]) -> tuple[Config | EvaluateConfig, Path | None, bool]:
     """Return the configuration of a file or run folder, and the folder of the weights to load, if any.
 
-    The third value is whether mmrl chose the output folder.
+    The third value is whether the output folder is mmrl's default.
     """
     from mmrl.inference.sources import resolve
 

@@ -1,4 +1,4 @@
-"""Command `mmrl generate`: answers a prompt, the rows of a file, or the lines of the input."""
+"""Command `mmrl generate`: answers one prompt, the rows of a file, or the lines of standard input."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ IS_TEXT = "this model answers in words; name a file such as answers.jsonl as --o
 
 @dataclass(frozen=True)
 class Asked:
-    """A question, the columns of its data row, and the turns of the answer if tools were called."""
+    """A question with the columns of its data row; later also the turns of its answer."""
 
     prompt: Prompt
     columns: Mapping[str, Any]
@@ -234,7 +234,7 @@ def answers(session: Session, asked: Iterable[Asked], size: int) -> Iterator[tup
     for batch in track(batches, "answering", steps, console=console, disable=quiet):
         try:
             rows = session.one_each([item.prompt for item in batch])
-        except PromptError as error:  # a wrong question, not a bug
+        except PromptError as error:  # the prompt's fault
             raise ConfigError(str(error)) from error
         for item, row in zip(batch, rows, strict=True):
             yield replace(item, turns=row.turns if len(row.turns) > 1 else ()), row.outcomes[-1]
@@ -312,7 +312,7 @@ def write_images(answered: Iterable[tuple[Asked, Outcome]], folder: Path) -> Non
 
 
 def printed(answer: Outcome, folder: Path) -> str:
-    """Return the text of an answer, or save its image under a free name and return the path."""
+    """Return the text of an answer, or save its image under an unused name and return the path."""
     if answer.text is not None:
         return answer.text
     path = free_name(folder)

@@ -89,7 +89,7 @@ def evaluated(runs: list[Path], metrics: list[str]) -> dict[str, tuple[float, ..
 
 
 def front_of(points: Sequence[Point], reference: Point | None = None) -> list[int]:
-    """Return the indices of the points that no other point dominates; of equal points only the first.
+    """Return the indices of non-dominated points; of equal points only the first.
 
     Points with a value that is not finite, or that is below the `reference`, are left out.
     """
@@ -139,8 +139,8 @@ def hypervolume(front: Sequence[Point], reference: Point) -> float:
         return 0.0
     if len(reference) == 1:
         return max(inside)[0] - reference[0]
-    # Cut the volume into slices along the last objective. The section of a slice is the hypervolume of the
-    # points that reach it, in one dimension less.
+    # Cut the volume into slices along the last objective. A slice's cross-section is the hypervolume of the
+    # points that reach it, in the other objectives.
     levels = sorted({point[-1] for point in inside})
     return sum(
         (level - below) * hypervolume([p[:-1] for p in inside if p[-1] >= level], reference[:-1])
@@ -155,7 +155,7 @@ def expected_utility(front: Sequence[Point], step: float = 0.01) -> float:
     """
     import torch
 
-    # Stars and bars: `size` - 1 bars at `last` positions divide the multiples of `step` into `size` summands.
+    # Stars and bars: `size` - 1 bars at `last` positions split the multiples of `step` into `size` weights.
     size = len(front[0])
     last = round(1 / step) + size - 1
     parts = [pairwise((-1, *bars, last)) for bars in combinations(range(last), size - 1)]

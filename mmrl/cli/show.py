@@ -63,12 +63,12 @@ def show(given: argparse.Namespace) -> None:
             options = []
             shown_options = ((name, p.default) for name, p in entry.options.items() if name not in FILLED)
             for name, default in shown_options:
-                # If the default is a piece, show its name.
+                # Show a piece as default by its name.
                 shown = f"={getattr(default, 'name', default)}"
                 options.append(name if default is inspect.Parameter.empty else name + shown)
             rows.append([entry.full_name, entry.on, ", ".join(options), entry.summary])
         table = [["name", "runs on", "options", "what it does"], *rows]
-        if not any(row[1] for row in rows):  # only some kinds have stages
+        if not any(row[1] for row in rows):  # hide an empty column
             table = [[name, *rest] for name, _, *rest in table]
         if rows:
             print_table(*table, title=kind)

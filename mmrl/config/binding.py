@@ -23,10 +23,10 @@ from mmrl.core.types import Clock
 T = TypeVar("T")
 # Options that the run sets; a configuration must leave them out.
 FILLED = ("generator", "recipe", "stream", "train_prompts")
-WORKERS = "mmrl.runtime.workers:workers_of"  # import path, because a higher package defines the function
+WORKERS = "mmrl.runtime.workers:workers_of"  # import path of a function in a higher layer
 CALLED = {"label": str, "timeout": PositiveFloat, "retries": NonNegativeInt}  # `timeout` in seconds
 TOOL = {**CALLED, "on_error": Literal["tell", "skip", "raise"]}
-# Keys beside a piece's options, which the code that calls the piece reads.
+# Keys beside a piece's options that configure calls of the piece, such as `timeout`.
 CALLED_WITH = {
     "reward": {
         "weight": float,
@@ -53,11 +53,11 @@ class Bound:
     stream: Stream
     weight: float = 1.0
     label: str = ""
-    call: Mapping[str, Any] = field(default_factory=dict)  # settings for its calls, such as time-outs
+    call: Mapping[str, Any] = field(default_factory=dict)  # call settings, such as `timeout`
 
     def __call__(self, *arguments: Any) -> Any:
         random = {}
-        # A new generator at every call makes the draws of a step reproducible. Classes use `stream` instead.
+        # Create a new generator per call, to make draws reproducible. Classes use `stream` instead.
         if "generator" in self.entry.options and not inspect.isclass(self.entry.target):
             random["generator"] = self.stream.generator(self.entry.full_name)
         return self.function(*arguments, **self.options, **random)
@@ -91,7 +91,7 @@ class Recipe:
     engines: tuple[Piece, ...]  # the wrapped engines, innermost first
     seed: int
     stage: int
-    remembering: tuple[str, ...]  # names of the engines that have a state
+    remembering: tuple[str, ...]  # names of stateful engines
     clock: Callable[[], Clock]  # returns the inputs of schedules at this step
     max_staleness: int = 0
 
@@ -116,9 +116,9 @@ class Pieces:
 
     def __init__(self, stream: Stream, policy: Piece | None = None, max_staleness: int = 0) -> None:
         self.stream, self.max_staleness, self.clock = stream, max_staleness, Clock()
-        self.policy = policy  # policy of the run, which second models copy by default
-        self.made: dict[str, Any] = {}  # built objects by dotted path, which is equal in every run
-        self.entries: list[Entry] = []  # entries of all pieces that were looked up
+        self.policy = policy  # policy of the run, which critics copy by default
+        self.made: dict[str, Any] = {}  # built objects, by dotted path
+        self.entries: list[Entry] = []  # registry entries of all pieces used
         self.answer_form: Callable[[], str | None] = lambda: None  # returns the answer form of the data
         self.policies: dict[str, Piece] = {}  # policies that were built, by dotted path
         self.engines: dict[str, Piece] = {}  # engines that were built, by dotted path
@@ -156,7 +156,7 @@ class Pieces:
         return bound.function if kind in MADE else bound
 
     def _recipe(self, place: str, name: str) -> Recipe:
-        """Return the recipe of an engine: its policy, and the engines that it wraps."""
+        """Return the recipe to rebuild an engine in another process: its policy, and the engines it wraps."""
         chain = place.rpartition("[")[0]  # `rollout.engine` of `rollout.engine[1]`
         before = {at: piece for at, piece in self.engines.items() if at.startswith(f"{chain}[")}
         own = self.policies.get(f"{place.rpartition('.')[0]}.policy")  # the policy of a judge
@@ -180,7 +180,7 @@ class Pieces:
         schedule = self.make("schedule", as_piece(value, place), place=place)
         hints = schedule.entry.hints
         for name, option in value.items():
-            # A nested schedule has no fixed value to check; `_Follows` checks each result instead.
+            # A schedule has no fixed value to check; `_Follows` checks each result.
             if marks(hints.get(name), Taken) and not isinstance(option, Mapping):
                 _fit(option, wanted, f"{place}.{name}")
         return _Follows(schedule, wanted, place)
@@ -190,7 +190,7 @@ class Pieces:
         return {place: thing for place, thing in self.made.items() if isinstance(thing, protocol)}
 
     def notes(self, *kinds: str) -> frozenset[str]:
-        """Names of the engine's per-step values that pieces of these kinds read."""
+        """Names of the engine's per-step records (`notes`) that pieces of these kinds read."""
         return frozenset().union(*(e.needs.notes for e in self.entries if e.kind in kinds))
 
     def tick(self, clock: Clock, values: Mapping[str, float] | None = None) -> None:
@@ -240,7 +240,7 @@ class Pieces:
         return self.name(kind, piece, place).entry
 
     def name(self, kind: str, piece: Piece, place: str = "") -> Bound:
-        """Check a piece like `check`; return it with converted options, weight, label and call settings."""
+        """Like `check`, but return the piece with converted options, weight, label and call settings."""
         place, options = place or kind, dict(piece.options)
         call = {
             name: convert(options.pop(name), wanted, f"{place}.{name}")
@@ -267,7 +267,7 @@ class Pieces:
                     options[name] = self._inner(name, self.policy, f"{place}.{name}")
         if "workers" in call:
             call["workers"] = import_name(WORKERS)(entry, piece.options, call["workers"], place)
-            if call["workers"].runtime_env:  # the actors have the packages, so this process needs none
+            if call["workers"].runtime_env:  # packages are in the actors' environment
                 del self.entries[num_entries:]
             self.entries.append(replace(entry, packages={"ray": "ray"}))
         weight, label = call.pop("weight", 1.0), call.pop("label", "")
@@ -277,7 +277,7 @@ class Pieces:
         return bound
 
     def _option(self, name: str, value: Any, wanted: Any, place: str) -> Any:
-        """Convert an option to its type; options named `engine`, `reward` etc. hold such pieces or a list."""
+        """Convert an option to its type; one named after a kind (`engine`, `reward`) holds pieces of it."""
         match value:
             case {"name": _} if name not in HOMES and is_number(wanted):
                 return self.number(value, wanted, place)
@@ -298,7 +298,7 @@ class Pieces:
     def _inner(self, kind: str, piece: Piece, place: str) -> Any:
         """Build the piece of an option; for kinds that load files, return a function that builds it once.
 
-        A data set thus gets a function that reads its inner data set, and a mere check reads no files.
+        So a data set gets a function that reads its inner data set, and a check reads no files.
         """
         if kind not in LOADED:
             return self.make(kind, piece, place=place)
@@ -306,10 +306,10 @@ class Pieces:
         return cache(partial(self.make, kind, piece, place=place))
 
     def require_packages(self) -> None:
-        """Raise if a piece that was looked up needs a package or a program that is not installed."""
+        """Raise if one of the configured pieces needs a package or a program that is not installed."""
         for entry in self.entries:
             for package, extra in entry.packages.items():
-                # `find_spec` raises for a loaded module without a spec, such as one that a program created.
+                # `find_spec` raises ValueError for a loaded module without spec, as a program can create one.
                 loaded = package in sys.modules
                 if (sys.modules[package] if loaded else importlib.util.find_spec(package)) is None:
                     raise ConfigError(
@@ -322,7 +322,7 @@ class Pieces:
 
 @dataclass
 class _Follows:
-    """Scheduled value of an option, as a function of the clock; rounded for integers, checked for range."""
+    """An option's schedule, as a function of the clock that rounds for integers and checks the range."""
 
     schedule: Bound
     wanted: Any
@@ -349,7 +349,7 @@ def _check_names(kind: str, built: Sequence[Any], place: str) -> None:
 
 
 def left_out(entry: Entry, name: str, value: Any) -> bool:
-    """Whether `value` is None and means the default, because the option's type does not allow None."""
+    """Whether `value` is None where the option's type does not allow None, so that it means the default."""
     wanted = entry.hints.get(name, Any)
     excludes_none = wanted is not Any and type(None) not in marks(wanted, type)
     return value is None and excludes_none and entry.options[name].default is not inspect.Parameter.empty
@@ -363,7 +363,7 @@ def _fit(value: Any, wanted: Any, place: str) -> float:
 
 def _construct(entry: Entry, wrapped: Sequence[Any], options: Mapping[str, Any], place: str) -> Any:
     """Instantiate a piece that is a class; errors about its options name its dotted path."""
-    try:  # a separate `bind`, because a TypeError inside the constructor is a bug
+    try:  # bind first: a TypeError of the constructor itself is a bug
         inspect.signature(entry.target).bind(*wrapped, **options)
     except TypeError as error:
         raise ConfigError(f"{place}: '{entry.full_name}' is no {entry.kind}: {error}") from error
@@ -372,7 +372,7 @@ def _construct(entry: Entry, wrapped: Sequence[Any], options: Mapping[str, Any],
     except ConfigError:
         raise
     except ValueError as error:
-        if entry.kind in LOADED:  # faulty data or weights are no error of the configuration
+        if entry.kind in LOADED:  # may raise errors about data or weights
             raise
         raise ConfigError(f"{place}: {error}") from error
 

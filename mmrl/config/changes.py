@@ -7,8 +7,8 @@ from typing import Any
 
 from mmrl.config.plain import as_mapping
 
-# These keys, and the keys below them, may change when a run is resumed. All other keys influenced what the
-# run has learned so far.
+# These keys, with all keys below them, may change when a run is resumed. All others affect what the run has
+# learned so far.
 MAY_CHANGE = (
     "learn.learning_rate", "learn.micro_batch_steps", "evaluation", "eval_steps", "report", "max_steps",
     "num_train_epochs", "until", "save_steps", "save_total_limit", "metric_for_best_model",
@@ -16,7 +16,7 @@ MAY_CHANGE = (
     "overwrite_output_dir",
 )  # fmt: skip
 BEST = ("evaluation", "metric_for_best_model", "greater_is_better")  # keys that decide on the best checkpoint
-UNTOLD = ("output_dir", "overwrite_output_dir", "num_train_epochs")  # keys whose changes are not reported
+UNTOLD = ("output_dir", "overwrite_output_dir", "num_train_epochs")  # keys without a report of changes
 ABSENT = "not there"
 SHOWN, LENGTH = 6, 80  # most differences in a message, and most characters of a value
 
@@ -42,7 +42,7 @@ def differences(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, Any]]
     below: dict[str, tuple[Any, Any]] = {}
     match old, new:
         case ({"name": first}, {"name": second}) if first != second:
-            pass  # options of different pieces are not compared
+            pass  # do not compare options of different pieces
         case dict(), dict():
             names = dict.fromkeys([*old, *new])
             below = {name: (old.get(name, ABSENT), new.get(name, ABSENT)) for name in names}

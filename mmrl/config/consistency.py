@@ -28,7 +28,7 @@ OWN_WEIGHTS = "trained weights"  # default of the class attribute `holds` of ref
 def check_training(config: Config) -> Pieces:
     """Check the configuration of a training run; return its pieces, to check the installed packages."""
     pieces = Pieces(Stream(), config.policy, config.rollout.max_staleness)
-    parse(as_plain(config), Config)  # types and ranges, in case `config` was not read from a file
+    parse(as_plain(config), Config)  # checks types and ranges, if not read from a file
     _check_together(config)
     checked = check_all(pieces, config)
     _check_rewards(checked, "rewards", weighted=_reads_rewards(_listed(checked, "advantage")))
@@ -93,7 +93,7 @@ def _reads_rewards(chain: Sequence[Bound]) -> bool:
 
 
 def _check_groups(config: Config, chain: Sequence[Bound]) -> None:
-    """Raise `ConfigError` if an advantage compares more rollouts than a prompt has, and so is always 0."""
+    """Raise `ConfigError` if an advantage function needs larger groups than `num_generations`."""
     number = config.rollout.num_generations
     for i, bound in enumerate(chain):
         options = {name: p.default for name, p in bound.entry.options.items()} | bound.options
@@ -119,7 +119,7 @@ def check_some(raw: Mapping[str, Any], config: Any) -> None:
     """Check a partial configuration, such as a variant, which has no policy and no data."""
     pieces = Pieces(Stream())
     for name, option in (raw.get("policy") or {}).items():
-        if name in HOMES:  # an option for the policy of a run
+        if name in HOMES:  # an option that holds a piece
             pieces.check(name, as_piece(option, f"policy.{name}"), f"policy.{name}")
     checked = check_all(pieces, config)
     if config.objective is not None:
@@ -132,7 +132,7 @@ def check_evaluation(config: Config | EvaluateConfig) -> Pieces:
     checked = check_all(pieces, config)
     check_nesting(_listed(checked, "evaluation.engine"), "evaluation.engine", "policy", "engine")
     check_servers(config)
-    _check_rewards(checked, "evaluation.rewards", weighted=False)  # rewards of weight 0 are enough
+    _check_rewards(checked, "evaluation.rewards", weighted=False)  # any weights
     _check_reward_names(checked, config.evaluation.correct)
     _check_every_turn(checked)
     _check_metric_notes(pieces, checked)
@@ -147,7 +147,7 @@ def check_evaluation(config: Config | EvaluateConfig) -> Pieces:
 
 
 def _check_every_turn(checked: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if a piece needs an outcome per turn, but the engine gives only the last turn's."""
+    """Raise `ConfigError` if a piece needs an outcome per turn, but the engine returns only the last one."""
     engines = _listed(checked, "rollout.engine")
     evaluating = _listed(checked, "evaluation.engine") or engines[:1]
     for place, bound in checked.items():
@@ -189,7 +189,7 @@ def _check_together(config: Config) -> None:
     """Raise `ConfigError` if keys of the configuration contradict each other."""
     learn, rollout, best = config.learn, config.rollout, config.metric_for_best_model
     ends = str(config.until.options.get("of", "")) if config.until else ""
-    # Unless `times` is a whole number, some checkpoints are written without an evaluation.
+    # Is every checkpoint evaluated, as `metric_for_best_model` requires?
     saves, measures = config.save_steps, config.eval_steps
     times = saves / measures if measures and (0 < saves < 1) <= (measures < 1) else 0.5
     unmeasured = abs(times - round(times)) > 1e-9
@@ -234,7 +234,7 @@ def _check_rewards(checked: Mapping[str, Any], place: str, *, weighted: bool = T
 
 
 def _check_reward_names(checked: Mapping[str, Any], correct: str) -> None:
-    """Raise `ConfigError` if a filter, sampler, objective, metric, label or check names no reward."""
+    """Raise `ConfigError` if a filter, sampler, metric or other piece names an unknown reward."""
     trained = [bound.name for bound in _listed(checked, "rewards")]
     evaluated = [bound.name for bound in _listed(checked, "evaluation.rewards")] or trained
     _check_name("evaluation.correct", correct, evaluated)
@@ -244,7 +244,7 @@ def _check_reward_names(checked: Mapping[str, Any], correct: str) -> None:
         names = evaluated if place.startswith("evaluation.") else trained
         if place == "group_filter" or place.startswith(("metrics[", "evaluation.metrics[", "sampler[")):
             _check_name(f"{place}.of", options.get("of"), names)
-        elif place == "policy" and "objective" in checked:  # each label of a reward model is learned
+        elif place == "policy" and "objective" in checked:  # a reward model learns its labels
             for label in as_list(options.get("labels")):
                 _check_name("policy.labels", label, names)
         elif place.startswith("report.checks["):
@@ -293,7 +293,7 @@ def _needs_of_second(config: Config, bound: Bound, place: str, says: Mapping[str
 
 
 def _says(config: Config, checked: Mapping[str, Any]) -> dict[str, frozenset[str]]:
-    """Map "" (the policy) and the name of every additional trained model to the model's outputs."""
+    """Map model names ("" is the policy, others are additional trained models) to the model's outputs."""
     inner = {name: piece.options.get("policy") for name, piece in config.references.items()}
     return {"": declared(checked["policy"].entry, "outputs")} | {
         name: declared(find("policy", as_piece(piece, f"references.{name}.policy").name), "outputs")
@@ -318,7 +318,7 @@ def _check_branching(config: Config, engines: Sequence[Bound]) -> None:
 
 def _check_references(config: Config, needs: Needs, who: str) -> None:
     """Raise `ConfigError` unless `references` names every policy in `needs`."""
-    missing = set(needs.others) - set(config.references) - {"old", "engine"}  # neither is a reference
+    missing = set(needs.others) - set(config.references) - {"old", "engine"}  # always available
     if missing:
         raise ConfigError(
             f"{who} {sorted(missing)}, but `references` has {sorted(config.references) or 'nothing'}; add "

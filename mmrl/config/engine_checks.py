@@ -12,14 +12,14 @@ from mmrl.config.schema import Piece
 
 def declared(entry: Entry, name: str) -> frozenset[str]:
     """Return a set that a class declares: the `outputs` of a policy or the `notes` of an engine."""
-    found = getattr(entry.target, name, None)  # a class attribute, because a check builds no objects
+    found = getattr(entry.target, name, None)  # class attribute: objects are not built yet
     if found is None:
         raise ConfigError(f"'{entry.full_name}' is no {entry.kind}: it does not declare `{name}`")
     return found
 
 
 def makes(policy: Piece, engines: Sequence[Piece]) -> str:
-    """Return the kind of outcomes, "text" or "images": the engine's, or else the policy's; "" if unknown."""
+    """Return the kind of outcomes, "text" or "images", that engine or policy declares; "" if unknown."""
     kinds = (getattr(find("engine", piece.name).target, "makes", None) for piece in reversed(engines))
     own = getattr(find("policy", policy.name).target, "makes", "")
     return next((kind for kind in kinds if kind is not None), own)
@@ -32,7 +32,7 @@ def notes_of(engine: Bound) -> frozenset[str]:
 
 
 def check_learning(policy: Piece, engines: Iterable[Bound]) -> None:
-    """Raise `ConfigError` if an engine cannot take new weights of the policy."""
+    """Raise `ConfigError` if an engine cannot follow the policy's weight updates."""
     for engine in engines:
         if check := getattr(engine.entry.target, "check_learning", None):
             check(policy, engine.options)

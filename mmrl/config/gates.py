@@ -1,4 +1,4 @@
-"""Gates: conditions on the evaluation of a stage that must hold before the next stage starts."""
+"""Gates: conditions on a stage's evaluation that must hold before the next stage starts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Reading of YAML files with includes and dotted overrides into plain mappings and lists.
 
-Later values override earlier ones: mappings are merged, lists are replaced. A mapping that names another
-piece than the earlier mapping replaces it. YAML files contain no interpolation and no code.
+Later values override earlier ones: mappings are merged, lists are replaced, and so is a piece by a piece of
+another name. YAML files contain no interpolation and no code.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-# yaml raises ValueError for a scalar that does not fit its tag (`!!int x`) and RecursionError for an anchor
-# inside itself. OmegaConf raises TypeError for a key that cannot be hashed.
+# Errors for bad YAML: ValueError (scalar against its tag, `!!int x`), RecursionError (recursive anchor),
+# OmegaConf's TypeError (unhashable key).
 _UNREADABLE = (OSError, ValueError, TypeError, RecursionError, OmegaConfBaseException, YAMLError)
 
 
-# Keys at the top of a file that expand to other keys, with the function that expands them. The function gets
+# Shorthand keys at the top of a file, with the functions that expand them to other keys. A function gets
 # the key's value, the merged configuration, the other keys of the file without includes, and the overrides.
 SHORTHANDS: dict[str, Callable[..., dict[str, Any]]] = {}
 
@@ -214,9 +214,9 @@ def merge(below: Any, above: Any) -> Any:
                 raise ConfigError(f"there is no item {max(changed)} in a list of {len(below)}: {below}")
             return [merge(item, changed[i]) if i in changed else item for i, item in enumerate(below)]
         case str(), dict() if "name" not in above:
-            return {"name": below, **above}  # options for a piece that was only a name
+            return {"name": below, **above}  # adds options to a piece given by name only
         case {"name": lower}, {"name": upper} if lower != upper:
-            return above  # options of different pieces do not merge
+            return above  # another piece: replace it
         case dict(), dict():
             return below | {k: merge(below[k], value) if k in below else value for k, value in above.items()}
     return above
@@ -257,7 +257,7 @@ def expanded(text: str, place: str = "") -> str:
     if not missing:
         return VARIABLE.sub(lambda variable: os.environ[variable[1]], text)
     if Path(text).exists() or not ("/" in text or place.rpartition(".")[2] in PLACES):
-        return text  # a file can have a name with `$`
+        return text  # a `$` may be part of a file name
     raise ConfigError(
         f"{at}the environment variable {missing[0]} of '{text}' is not set; write the whole path"
     )

@@ -1,4 +1,4 @@
-"""Hints for keys at the wrong place, and for keys that other trainers call by another name."""
+"""Hints for misplaced keys, and for keys with other trainers' names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORDS = {
 
 
 def located(error: UnknownKey, raw: Mapping[str, Any], kind: type) -> ConfigError:
-    """Extend an error about an unknown key by the places where a key of the same or similar name belongs.
+    """Add to an error about an unknown key the places where keys of the same or a similar name belong.
 
     Args:
         error: The error that the parser or a piece raised.
@@ -55,7 +55,7 @@ def check_all(pieces: Pieces, config: Any) -> dict[str, Any]:
 
 
 def _among(error: UnknownKey, places: Iterable[str]) -> str:
-    """Suggest other keys of the same name: keys in the same section first, in `evaluation` last."""
+    """Sort suggested keys of the same name: those in the same section first, in `evaluation` last."""
     section = error.place.partition(".")[0] + "."
     paths = [place for place in dict.fromkeys(places) if place.rpartition(".")[2] == error.key]
     paths.sort(key=lambda place: (not place.startswith(section), place.startswith("evaluation.")))

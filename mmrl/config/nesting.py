@@ -16,7 +16,7 @@ OF_SERVERS = ("sleep_level", "video_pruning_rate")  # options that apply to all 
 
 
 def check_nesting(listed: Sequence[Bound], place: str, first: str, wrapped: str) -> None:
-    """Raise `ConfigError` if the first of `listed` wraps another piece, or if a later one wraps none."""
+    """Raise `ConfigError` if the first of `listed` is a wrapper, or if a later one is not."""
     for i, bound in enumerate(listed):
         takes = next(iter(inspect.signature(bound.entry.target).parameters), "")
         if i == 0 and takes == wrapped:
@@ -32,7 +32,7 @@ def check_nesting(listed: Sequence[Bound], place: str, first: str, wrapped: str)
 
 
 def _check_parts(bound: Bound, before: Sequence[Bound], place: str, wrapped: str) -> None:
-    """Raise `ConfigError` if a wrapper calls methods that the pieces before it lack."""
+    """Raise `ConfigError` if a wrapper requires methods that the piece it wraps lacks."""
     needs, first, inner = bound.entry.hints.get(wrapped), before[0].entry, before[-1].entry
     copies = getattr(bound.entry.target, "copies_engine", None)
     if copies and copies(bound.options) and getattr(first.target, "answers_elsewhere", False):
@@ -52,8 +52,8 @@ def _check_parts(bound: Bound, before: Sequence[Bound], place: str, wrapped: str
         why = getattr(bound.entry.target, "in_process", "decodes with the model itself")
         elsewhere = f"'{first.full_name}' answers elsewhere; use 'vision.generate'"
         raise ConfigError(f"{begin} {why}, and {elsewhere}")
-    # The innermost piece may be of another class with the same methods; a wrapper lacks these methods, and
-    # so does an engine that says what it makes.
+    # Refuse only pieces known to lack the methods: wrappers, and engines that declare `makes`. Any other
+    # innermost piece may have them without being of this class.
     elif (
         (inner is not first or hasattr(inner.target, "makes"))
         and inspect.isclass(inner.target)

@@ -1,4 +1,4 @@
-"""Index of the pieces in `mmrl/papers`, read from source so that a run imports only papers it uses."""
+"""Index of the pieces in `mmrl/papers`, parsed from source, so that a run imports only what it uses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "papers"
-# Decorators, possibly over several lines, and the function or class below them.
+# Matches a decorator, possibly of several lines, and the function or class below it.
 DEFINED = re.compile(r"^((?:@.*\n(?:[ )].*\n)*)+)(?:async )?(?:def|class) (\w+)", re.MULTILINE)
 
 

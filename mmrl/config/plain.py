@@ -43,7 +43,7 @@ def lookup(raw: Any, key: str, default: Any = None) -> Any:
                 pass
             case _:
                 return default
-        # The keys of a mapping that changes a list are indices, as texts or as integers.
+        # A mapping that changes items of a list has their indices as keys, as texts or integers.
         names = [part, int(part)] if part.isdigit() else [part]
         raw = next((raw[name] for name in names if name in raw), ABSENT)
     return default if raw is ABSENT else raw

@@ -76,14 +76,14 @@ class DividesGenerations:
 
 @dataclass(frozen=True)
 class TagName:
-    """An option that names outcome tags (a tag, a list, or a mapping's keys); some piece must set them."""
+    """An option with outcome tags (a tag, a list, or a mapping's keys) that some piece must set."""
 
     def __str__(self) -> str:
         return "a tag of outcomes"
 
 
 class Taken:
-    """An option of a schedule that is itself a value, so it must be in the range of the scheduled option."""
+    """An option of a schedule that is a value of the scheduled option, and must be in that option's range."""
 
     def __str__(self) -> str:
         return "in the range of what follows"

@@ -37,12 +37,12 @@ WINGS = ("mmrl", "mmrl.diagnostics", "mmrl.reporting")
 
 HOMES: dict[str, str] = {}  # maps a kind of piece to the name of its home folder
 MADE: set[str] = set()  # kinds whose pieces a run builds once, as objects; other pieces are functions
-FACTORIES: set[str] = set()  # kinds whose classes are instantiated at every call, instead of once
+FACTORIES: set[str] = set()  # kinds whose classes are instantiated at every call, not once
 LOADED: set[str] = set()  # kinds whose constructors may read files or load a model
 PIECES: dict[tuple[str, str], Entry] = {}
 _IMPORTED: set[str] = set()
 NOTHING: frozenset[str] = frozenset()
-# Functions of higher packages, by import path: checks of tools and environments, wrapper of TRL rewards.
+# Import paths of functions in higher layers: checks of tools and environments, wrapper of TRL rewards.
 CHECKS = {
     "tool": "mmrl.vision.tools.declarations:check_tool",
     "environment": "mmrl.vision.tools.declarations:check_environment",
@@ -56,16 +56,16 @@ class Needs:
     """The inputs of a piece besides the log-probabilities of the trained policy."""
 
     unit: Unit = Unit.STEP  # smallest part of a batch on which the piece can be computed
-    outputs: frozenset[str] = frozenset()  # other outputs that the piece reads from the trained policy
+    outputs: frozenset[str] = frozenset()  # outputs of the trained policy besides `logp`
     # Maps the name of another policy to the outputs that the piece reads from it.
     others: Mapping[str, frozenset[str]] = field(default_factory=dict)
     notes: frozenset[str] = frozenset()  # values per step that the engine records
     tags: frozenset[str] = frozenset()  # tags of outcomes that the piece reads
     turns: bool = False  # reads single turns; other pieces get a conversation as one answer
-    every_turn: bool = False  # needs an outcome for every turn; has no effect if only the last turn has one
+    every_turn: bool = False  # needs an outcome per turn, not only for the last
 
     def __or__(self, other: Needs) -> Needs:
-        # Sorted, because all processes must gather sharded weights in the same order.
+        # Sorted: all processes must gather sharded weights in the same order.
         names = sorted({*self.others, *other.others})
         others = {name: self.others.get(name, NOTHING) | other.others.get(name, NOTHING) for name in names}
         outputs, notes = self.outputs | other.outputs, self.notes | other.notes
@@ -83,11 +83,11 @@ class Entry:
     name: str
     target: Callable
     needs: Needs = Needs()
-    of_others: frozenset[str] = frozenset()  # outputs that it reads from the policy in its option `against`
-    takes: tuple[str, ...] | None = None  # the keyword-only parameters that are options; None: all
+    of_others: frozenset[str] = frozenset()  # outputs read of the policy in its option `against`
+    takes: tuple[str, ...] | None = None  # names of options; None: all keyword-only parameters
     # Maps a package to the pip extra with it; "form=math:math_verify" applies only with `form: math`.
     packages: Mapping[str, str] = field(default_factory=dict)
-    on: str = ""  # stage at which the piece runs, for kinds with `stages`
+    on: str = ""  # when it runs, for kinds with `stages`
     copies_policy: bool = False  # whether the option `policy` defaults to a copy of the run's policy
     programs: Callable[..., Any] | None = None  # raises, given the options, if a program is missing
 
@@ -114,7 +114,7 @@ class Entry:
             target = target.__init__
         try:
             return typing.get_type_hints(target, include_extras=True)
-        except (NameError, TypeError):  # a function of another package may name types that are not imported
+        except (NameError, TypeError):  # foreign functions may have unresolvable annotations
             return {}
 
     def given(self, options: Mapping[str, Any]) -> Entry:
@@ -156,7 +156,7 @@ Target = TypeVar("Target", bound=Callable)
 class Decorator(Protocol):
     """Decorator of a kind, with or without declarations: `@advantage` or `@advantage(turns=True)`.
 
-    Pieces in `mmrl/papers` declare the package that their name begins with: `@engine(scope="vision")`.
+    Pieces in `mmrl/papers` declare the prefix of their name: `@engine(scope="vision")`.
     """
 
     @overload
@@ -239,7 +239,7 @@ def _register(kind: str, target: Callable, scope: str, *declared: Any) -> Callab
     scope = package if module.partition(".")[0] == "mmrl" else module
     entry = Entry(kind, scope, snake_case(target.__name__), target, *declared)
     earlier = PIECES.setdefault((kind, entry.full_name), entry)
-    # `unwrap`, because a reward that `per_outcome` wraps belongs to the file of the inner function.
+    # Unwrap functions that `per_outcome` wraps, to get the file that defines them.
     files = [inspect.getsourcefile(inspect.unwrap(piece.target)) for piece in (earlier, entry)]
     if files[0] != files[1]:
         raise ValueError(
@@ -283,7 +283,7 @@ def _import_homes(kind: str) -> None:
 
 
 def leaves_form(entry: Entry, options: Mapping[str, Any]) -> bool:
-    """Whether a reward leaves `form` unset, so that the answer form is inferred from the data set."""
+    """Whether a reward's option `form` is unset, so that the answer form is inferred from the data set."""
     form = entry.options.get("form") if FORM_PACKAGE in entry.packages else None
     return form is not None and form.default is None and options.get("form") is None
 
@@ -323,7 +323,7 @@ def find(kind: str, name: str) -> Entry:
         raise ConfigError(f"cannot import the {kind} '{name}': {type(error).__name__}: {error}") from error
     if not callable(target):
         raise ConfigError(f"the {kind} '{name}' must be a function or a class, not {type(target).__name__}")
-    for (of_kind, _), entry in PIECES.items():  # the import may have registered the piece
+    for (of_kind, _), entry in PIECES.items():  # importing may have registered it
         if of_kind == kind and entry.target is target:
             return entry
     if kind == "reward" and is_trl(target):

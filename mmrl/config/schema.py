@@ -101,7 +101,7 @@ class Report:
 
     logging_steps: PositiveInt = 1  # steps between lines of metrics.jsonl
     log_completions: bool = True  # write rollouts with rewards and advantages to parquet files
-    # Collections whose rows get thumbnails in the report: this many, evenly spaced over the run.
+    # Number of training steps, evenly spaced over the run, whose rollouts get thumbnails in the report.
     media_log_steps: NonNegativeInt = 5
     # Dashboards. Packages of dashboards that the configuration names must be installed.
     trackers: Annotated[tuple[Piece, ...], Kind("tracker")] = (Piece("tensorboard", {"required": False}),)
@@ -209,7 +209,7 @@ def held_fields(config: Any, place: str = "") -> Iterator[tuple[Any, Any, str]]:
 
 
 def each(value: Any, place: str) -> list[tuple[Piece, str]]:
-    """List the pieces in a field's value, each with its dotted path: `rewards[0]`, `references.ref`."""
+    """List the pieces in the value of a field, each with its dotted path: `rewards[0]`, `references.ref`."""
     match value:
         case Piece():
             return [(value, place)]
@@ -218,7 +218,7 @@ def each(value: Any, place: str) -> list[tuple[Piece, str]]:
     return [(piece, f"{place}[{i}]") for i, piece in enumerate(value)]
 
 
-# Functions that add to an error where an unknown key belongs. `misplaced.py` appends one when imported.
+# Hooks that add hints to errors about unknown keys; `misplaced.py` appends one.
 LOCATE: list[Callable[[UnknownKey, Mapping[str, Any], type], ConfigError]] = []
 
 
@@ -265,7 +265,7 @@ def _parse(raw: Mapping[str, Any], kind: type, place: str, part: bool, errors: l
         match value, kind.__dataclass_fields__[key].default:
             case None, default:
                 value = _emptied(wanted, default)
-            # Options without a name belong to the default piece.
+            # A mapping without a name sets options of the default piece.
             case Mapping(), Piece(name, options) | (Piece(name, options),) if "name" not in value:
                 value = {"name": name, **options, **value}
         if dataclasses.is_dataclass(wanted) and wanted is not Piece and isinstance(value, Mapping):
@@ -289,7 +289,7 @@ def _parse(raw: Mapping[str, Any], kind: type, place: str, part: bool, errors: l
 
 
 def _emptied(wanted: Any, default: Any) -> Any:
-    """Return the value that null means for a key: an empty list or mapping, or else its default."""
+    """Return the value of a key that is null in the file: an empty list or mapping, or else its default."""
     if empty := empty_of(wanted):
         return empty()
     if dataclasses.is_dataclass(default) and not isinstance(default, Piece):
@@ -306,7 +306,7 @@ def empty_of(wanted: Any) -> type | None:
 
 
 def parse_some(raw: Mapping[str, Any], kind: type) -> Any:
-    """Convert a partial configuration, such as a variant; a policy without a name is left out."""
+    """Parse a partial configuration, such as a variant; ignore policy options without a policy name."""
     return parse({k: v for k, v in raw.items() if k != "policy" or not is_part(raw)}, kind, part=True)
 
 
@@ -334,13 +334,13 @@ def convert(value: Any, wanted: Any, place: str) -> Any:
         return as_piece(value, place)
     if origin is Literal or isinstance(wanted, EnumType):
         allowed = inner if origin is Literal else [member.value for member in typing.cast(type[Enum], wanted)]
-        # Not `in`, because True equals 1.
+        # Compare types, too, because True equals 1.
         if not any(value == member and type(value) is type(member) for member in allowed):
             raise ConfigError(f"'{place}' must be one of {', '.join(map(repr, allowed))}, not {value!r}")
         return value if origin is Literal else wanted(value)
     check_finite(value, place)
     one_piece = inner[:1] == (Piece,) and type(value) not in (list, tuple)
-    match [value] if one_piece else value:  # `sampler: uniform` is a list of one piece
+    match [value] if one_piece else value:  # one piece is a list of one
         case Mapping() if dataclasses.is_dataclass(wanted):
             return _parse(value, typing.cast(type, wanted), place, False, None)
         case Mapping() if origin in (dict, Mapping):
@@ -352,7 +352,7 @@ def convert(value: Any, wanted: Any, place: str) -> Any:
                 raise ConfigError(f"'{place}' must be a list of {len(members)}, not {value!r}")
             return tuple(convert(item, members[i], f"{place}[{i}]") for i, item in enumerate(items))
     form = "a mapping" if dataclasses.is_dataclass(wanted) else FORMS.get(origin or wanted)
-    # Not isinstance, because bool is a subclass of int.
+    # Exact types, because bool is a subclass of int.
     if form and type(value) not in ((int, float) if wanted is float else (wanted,)):
         raise ConfigError(f"'{place}' must be {form}, not {value!r}")
     return float(value) if wanted is float else value

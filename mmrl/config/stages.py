@@ -14,7 +14,7 @@ from mmrl.config.loading import SHORTHANDS, ConfigError, change, merge, read
 from mmrl.config.plain import lookup
 from mmrl.config.schema import Config, convert, load
 
-REFUSED = ("output_dir", "overwrite_output_dir", "stages")  # keys of the whole file that a stage cannot have
+REFUSED = ("output_dir", "overwrite_output_dir", "stages")  # keys that only the whole file may have
 T = TypeVar("T")
 
 
@@ -66,7 +66,7 @@ def load_stages(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
 
 def on_each(places: Sequence[str], work: Callable[[int], T]) -> list[T]:
-    """Call a function with the index of every stage; an error names its stage, unless all fail alike."""
+    """Call a function with each stage's index; errors name the stage, unless all raise the same one."""
     results: list[T] = []
     errors: dict[int, ConfigError] = {}
     for i in range(len(places)):
@@ -78,7 +78,7 @@ def on_each(places: Sequence[str], work: Callable[[int], T]) -> list[T]:
         return results
     first, error = next(iter(errors.items()))
     if len({str(error) for error in errors.values()}) == 1 and len(errors) == len(places):
-        raise error  # caused by a key that all stages share
+        raise error  # equal for all stages: a shared key
     raise ConfigError(_at(places[first], str(error))) from error
 
 
@@ -123,7 +123,7 @@ def _gates(stage: dict[str, Any], own: list[str], place: str) -> tuple[Gate, ...
 
 
 def _check_gate(gate: Gate, stage: Stage, stages: Sequence[Stage]) -> None:
-    """Raise `ConfigError` if a gate's metric is not measured, or the compared evaluations differ."""
+    """Raise `ConfigError` if a gate's metric is not measured, or compares evaluations with other settings."""
     before = None if stage.begins is None else stages[stage.begins]
     if gate.compares and before is None:
         raise ConfigError(
@@ -179,7 +179,7 @@ def _parted(overrides: Sequence[str], names: Sequence[str]) -> tuple[list[str], 
 
 
 def _names(listed: Sequence[dict[str, Any]]) -> list[str]:
-    """Remove the name of every stage and return the names, which become parts of folder names."""
+    """Pop the name of every stage (default: its number); names become parts of folder names."""
     names: list[str] = []
     for i, stage in enumerate(listed):
         place = f"stages[{i}]"
@@ -201,12 +201,12 @@ def _over(raw: dict[str, Any], stage: dict[str, Any], common: Sequence[str]) -> 
     """Merge a stage over the rest of the file, and then the `common` overrides over the result."""
     stage = dict(stage)
     for one, other in (("max_steps", "num_train_epochs"), ("num_train_epochs", "max_steps")):
-        if stage.get(one) and other not in stage:  # overrides the run length of the file
+        if stage.get(one) and other not in stage:  # `max_steps` and `num_train_epochs` exclude each other
             stage[other] = None
     shorthands = {key: stage.pop(key) for key in SHORTHANDS if stage.get(key) is not None}
     merged = merge(raw, stage)
     for key, value in shorthands.items():
-        merged = SHORTHANDS[key](value, merged, stage, complete=False)  # a stage contains only changes
+        merged = SHORTHANDS[key](value, merged, stage, complete=False)  # False: no TRL defaults
     return change(merged, common)
 
 
@@ -224,9 +224,9 @@ def _complete(stages: Sequence[dict[str, Any]], names: Sequence[str], given: set
         raise ConfigError(f"'stages[{i}].init_from' is '{wanted}', which is no stage before that one")
     if i == 0:
         if not stage.get("init_from") and "carry" not in given:
-            stage.pop("carry", None)  # set for the whole file; the first stage has nothing to carry
+            stage.pop("carry", None)  # from the whole file; nothing to carry into the first stage
         return None
-    # A sampler that continues needs the random stream that its order was drawn from.
+    # A carried sampler needs the random stream that shuffled its order.
     goes_on = "sampler" in (stage.get("carry") or ())
     stage.setdefault("stage", stages[-2].get("stage", 0) if goes_on else i)
     stage.setdefault("init_references", True)

@@ -32,7 +32,7 @@ def setting_of(config: EvaluateConfig, name: str) -> EvaluateConfig:
     except ConfigError as error:
         raise ConfigError(f"settings.{name}: {error}") from error
     engine = replace(changed.evaluation, engine=base.evaluation.engine)
-    same = replace(changed, policy=base.policy, evaluation=engine)  # reset everything that may differ
+    same = replace(changed, policy=base.policy, evaluation=engine)  # undo the allowed changes
     for key, value in vars(base).items():
         if vars(same)[key] != value:
             raise ConfigError(

@@ -63,7 +63,7 @@ def options_in(bound: Bound) -> Iterator[tuple[Bound, Any, Any]]:
     """Yield (piece, type, value) for every option of a piece and of its inner pieces."""
     yield bound, None, None  # include a piece without options
     for name, option in bound.entry.options.items():
-        # An object got its options in the constructor, and stores them as attributes.
+        # Objects store options as attributes.
         value = bound.options.get(name, getattr(bound.function, name, option.default))
         yield bound, bound.entry.hints.get(name), value
         for inner in value if isinstance(value, tuple) else (value,):

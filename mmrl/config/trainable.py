@@ -11,8 +11,8 @@ from mmrl.config.schema import Piece, as_piece
 def check_trainable(policy: Piece, place: str = "policy") -> None:
     """Raise `ConfigError` if a transform leaves no weight of a policy to train.
 
-    A transform declares `trains=False` if its weights cannot be trained, so that the policy needs an adapter,
-    and `trains=True` if it adds weights that are trained.
+    A transform declares `trains=False` if its result can be trained with an adapter only, or `trains=True` if
+    it adds trained weights.
     """
     options = policy.options
     named = [as_piece(one, f"{place}.transform") for one in as_list(options.get("transform"))]

@@ -16,7 +16,7 @@ DEEPEST = 8  # maximal depth of nested blocks and fractions that are parsed
 def tagged(text: str, tag: str) -> list[str]:
     """List the contents of the blocks `<tag>...</tag>` in a text, in order, ignoring the tag's case."""
     ends = [end.end() for end in re.finditer(f"</{tag}>", text, re.IGNORECASE)]
-    # Search only up to the last closing tag: every opening tag after it would scan to the end of the text.
+    # Search only up to the last closing tag; each opening tag after it would cost a scan to the end.
     inside = text[: ends[-1]] if ends else ""
     return re.findall(f"<{tag}>(.*?)</{tag}>", inside, re.DOTALL | re.IGNORECASE)
 
@@ -50,7 +50,7 @@ def answer_part(text: str, tag: str = "answer") -> str:
 
 
 def _inside(text: str, tag: str) -> str | None:
-    """Return the content of the outermost markup of a text; None without markup."""
+    """Return the content of a text's outermost markup, such as \boxed{...}; None without any."""
     if blocks := tagged(text, tag):
         return blocks[-1]
     if ends := list(THOUGHT_END.finditer(text)):
@@ -107,7 +107,7 @@ _SPELLING = _Spelling()
 
 
 def spelled(text: str) -> str:
-    """Normalise a text to NFC, with one form of digits, signs, quotes and spaces.
+    """Normalise Unicode to NFC, with one form of digits, signs, quotes and spaces.
 
     Full-width forms and digits of all scripts become ASCII; invisible characters are dropped. Letters keep
     their diacritics.

@@ -1,4 +1,4 @@
-"""Parsers for the words and numbers in answers and targets; answers and targets are normalised alike."""
+"""Parsers for words and numbers; answers and targets are normalised in the same way."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEENS = [
 ]
 TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 ARTICLES = {"a", "an", "the"}
-CONNECTED = {"and", "or", "nor", "to", "vs", "versus", "is", "was"}  # an "a" before these is not an article
+CONNECTED = {"and", "or", "nor", "to", "vs", "versus", "is", "was"}  # "a" before these is no article
 OPTIONAL = {"$", "€", "£", "¥", "₹", "₩", "°", "'", '"'}  # symbols that an answer may omit, but not replace
 SCALES = {"%": Fraction(1, 100), "‰": Fraction(1, 1000), "percent": Fraction(1, 100)} | {
     name: Fraction(10) ** power
@@ -40,7 +40,7 @@ SCALES = {"%": Fraction(1, 100), "‰": Fraction(1, 1000), "percent": Fraction(1
 DIGITS = 300  # limit on the number of digits, and on the exponent, of a number that is parsed
 
 # A comma is a decimal comma if it does not group thousands, or if dots before it group the thousands.
-# At most six groups: in a longer sequence the regex search would start again at every group.
+# At most six groups of digits, to bound the time of the regex search in long sequences.
 _LITERAL = (
     r"(?:[1-9]\d{0,2}(?:\.\d{3}){1,6},\d++|[1-9]\d{0,2}(?:\.\d{3}){2,6}(?![.,]?\d)"
     r"|[1-9]\d{0,2}(?:,\d{2,3}){0,6},\d{3}(?!,?\d)(?:\.\d++)?"
@@ -136,7 +136,7 @@ def _is_article(token: re.Match, text: str, *, first: bool) -> bool:
     word, after = token["word"], text[token.end() : token.end() + 30]
     if word.lower() not in ARTICLES or token["end"]:
         return False
-    if word in ("a", "A"):  # no article if it is a capital inside a text, or if no noun follows
+    if word in ("a", "A"):  # not a capital inside a text or before no noun
         noun = re.match(r"[\s\"']+([^\W\d_]{2,})", after)
         return bool(noun and noun[1].lower() not in CONNECTED and (first or word == "a"))
     return bool(re.match(r"\s+\S", after))
@@ -264,7 +264,7 @@ def _in_digits(text: str) -> str:
 
 
 def _counted(match: re.Match) -> str:
-    """Convert matched number words to digits; leave words that form no number unchanged."""
+    """Convert a match of number words to digits; return it unchanged if the words form no number."""
     before, after = match.string[: match.start()][-10:], match.string[match.end() :]
     if match[0].lower() == "one" and (_PRONOUN.search(before) or after.startswith(" of ")):
         return match[0]
@@ -277,7 +277,7 @@ def _counted(match: re.Match) -> str:
             total, part = (total + part, 0) if word == "thousand" else (total, part)
         elif word != "and":
             value = [*COUNTS, *TEENS].index(word) if word not in TENS else 10 * TENS.index(word) + 20
-            # Units may follow tens, and tens or units may follow hundreds.
+            # Valid orders: units after tens; tens or units after hundreds.
             if part % 100 and not (part % 100 >= 20 and part % 10 == 0 and 0 < value < 10):
                 return match[0]
             part += value

@@ -35,7 +35,7 @@ class ByteLRU(Generic[T]):
                 return self.items[key]
         new = make()  # outside of the lock, because `make` may be slow or use the cache
         with self._lock:
-            if key not in self.items:  # otherwise another thread has created it meanwhile
+            if key not in self.items:  # another thread may have added it meanwhile
                 self.items[key] = new
                 self.used += self.size(new)
             self.items.move_to_end(key)

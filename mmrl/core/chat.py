@@ -33,7 +33,7 @@ def blocks_of(message: Message) -> list[dict[str, Any]]:
 
 
 class _Decoded(Sequence[Any]):
-    """The media of each prompt, decoded at the first access, because most rewards read no media."""
+    """The media of each prompt, decoded at the first access, since most rewards read no media."""
 
     def __init__(self, media: Sequence[tuple[Media, ...]], one: bool) -> None:
         self.media, self.one = media, one
@@ -57,7 +57,7 @@ def _decoded(medium: Media) -> Any:
 
 
 def first_frame(frames: Frames) -> Any:
-    """Convert an image, which is stored as a single frame, to PIL."""
+    """Convert an image, stored as `Frames` with one frame, to PIL."""
     return to_pil(frames.pixels[0])
 
 
@@ -67,7 +67,7 @@ def all_frames(frames: Frames) -> list[Any]:
 
 
 def shown_media(prompts: Sequence[Prompt]) -> dict[str, Sequence[Any]]:
-    """Convert the media of prompts to the columns that TRL passes to rewards; skip kinds without media.
+    """Convert the media of prompts to the keyword columns that TRL passes to reward functions.
 
     `images` has a list of PIL images per prompt, `videos` a list of lists of frames. If no prompt has more
     than one image, `image` has this image or None per prompt, and likewise for other kinds of media.

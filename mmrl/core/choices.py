@@ -86,7 +86,7 @@ def choices_in(columns: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _unlettered(text: str, place: int) -> str:
-    """Remove the letter of the choice with index `place` from its text: "A. red" becomes "red"."""
+    """Remove the letter from the text of choice number `place`: "A. red" becomes "red"."""
     lettered = _LEADING.match(text)
     return text[lettered.end() :] if lettered and lettered[1] == chr(ord("A") + place) else text
 
@@ -107,7 +107,7 @@ def choice_in(text: str, choices: Mapping[str, str]) -> str:
         return labels[letter]
     if place := re.fullmatch(r"[\s(]*([0-9]{1,3})[\s).]*", plain(text)):
         numbered = list(choices)[int(place[1]) : int(place[1]) + 1]
-        return place[1] if place[1] in choices else (numbered or [""])[0]  # labels may be numbers
+        return place[1] if place[1] in choices else (numbered or [""])[0]  # labels may be numbers, too
     joined = f" {' '.join(words)} "
     named = [
         label

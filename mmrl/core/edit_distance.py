@@ -8,12 +8,12 @@ from collections.abc import Hashable, Sequence
 def levenshtein(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
     """Count the insertions, deletions and replacements between two texts or two lists of tokens.
 
-    Myers' algorithm with whole numbers as bit vectors (in the form of Hyyrö, 2003): a column of the table of
-    distances is kept as the places where it rises and falls.
+    Myers' bit-parallel algorithm (in the form of Hyyrö, 2003) on Python integers, whose bits mark where a
+    column of the dynamic-programming table increases and where it decreases.
     """
     if not first:
         return len(second)
-    where: dict[Hashable, int] = {}  # token to the bits of its places
+    where: dict[Hashable, int] = {}  # token -> bit mask of its positions
     for i, token in enumerate(first):
         where[token] = where.get(token, 0) | 1 << i
     every, last = (1 << len(first)) - 1, 1 << len(first) - 1

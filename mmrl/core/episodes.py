@@ -113,7 +113,7 @@ def _of_steps(note: Tensor, rows_of: Sequence[Sequence[int]], steps: Sequence[in
 
 
 def part_episodes(joined: RewardTable, table: RewardTable) -> RewardTable:
-    """Split a table of episodes, computed from `join_episodes(table)`, into the rows of `table`.
+    """Split a table of joined episodes, such as their advantages, back into the rows of `table`.
 
     An outcome belongs to the row whose steps contain its end. Steps of a row after the row's last outcome
     belong to the next outcome of the episode, as in the joined row.
@@ -183,7 +183,7 @@ def merge_turns(table: RewardTable, by: Sequence[str] = ()) -> tuple[RewardTable
     """
     present, width = table.present, max(table.ends.shape[1], 1)
     entries = present.flatten().nonzero()[:, 0]
-    # Row numbers of the table, not the ids "row": merged rows must keep the order of the table.
+    # Row numbers, not the ids "row", which are hashes: merged rows must keep the order of the table.
     columns = [entries.div(width, rounding_mode="floor"), *(table.tag(n).flatten()[entries] for n in by)]
     number = group_index(columns)
     index = torch.zeros(present.numel(), dtype=torch.int64).index_copy(0, entries, number)

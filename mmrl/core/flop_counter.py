@@ -15,7 +15,7 @@ from mmrl.core.onednn import BUILT
 aten = torch.ops.aten
 
 
-# The left matrix is the second last argument of mm(a, b) and of addmm(bias, a, b).
+# The left matrix is args[-2], both in mm(a, b) and in addmm(bias, a, b).
 def _product(args: Sequence[Any], out: Any, left: int = -2) -> int:
     return 2 * args[left].shape[-1] * out.numel()  # (m, k) @ (k, n): k products and sums per output
 
@@ -44,7 +44,7 @@ COUNTED: dict[Any, Callable[[Sequence[Any], Any], int]] = {
     aten.convolution.default: _convolution,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention.default: _attention,
-    # These take (q, k, v, bias, compute_log_sumexp, dropout, causal); the operators above take no bias.
+    # These take (q, k, v, bias, compute_log_sumexp, dropout, causal); the operators above have no bias.
     aten._scaled_dot_product_cudnn_attention.default: partial(_attention, causal=6),
     aten._scaled_dot_product_efficient_attention.default: partial(_attention, causal=6),
 }
@@ -54,7 +54,7 @@ if BUILT:
 
 
 class CountOperations(TorchDispatchMode):
-    """Counts floating-point operations in `total`, keyed by the last name in the list `where`."""
+    """Adds up floating-point operations in `total`, keyed by the innermost label in the list `where`."""
 
     def __init__(self, where: list[str] | None = None) -> None:
         super().__init__()

@@ -88,7 +88,7 @@ def reward_table(
 
 
 def _ids(shape: torch.Size, group: Sequence[str], on_policy: Sequence[bool]) -> dict[str, Tensor]:
-    """Create the ids `group`, `row`, `on_policy` and `place` of a table: (N, K) each."""
+    """Create the ids `group`, `row`, `on_policy` and `place` (outcome index) of a table: (N, K) each."""
     numbers = {
         "group": [name_id(name) for name in group],
         "row": list(range(len(group))),
@@ -133,7 +133,7 @@ def _listed(row: Any) -> list:
 
 @dataclass
 class ListedSteps:
-    """Row and column numbers of the steps of a batch. Rows of a group share a prompt of `prompt` steps."""
+    """Indices of a batch's steps, in place of tokens. Rows of a group share a prompt of `prompt` steps."""
 
     rows: Tensor  # (N,)
     columns: Tensor  # (T,)

@@ -1,4 +1,4 @@
-"""Interface of games: which players act, what they read, how answers change the state, payoffs."""
+"""Interface of multi-player games: who acts, what players read, state transitions, payoffs."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class Game:
         raise NotImplementedError
 
     def payoff(self, state: Any) -> Mapping[str, float]:
-        """Return the payoff of every player at the end of a game, or when the turn limit has cut it.
+        """Return the payoff of every player when the game has ended or reached its turn limit.
 
-        In a game that was cut, `acting` still returns players.
+        At the turn limit, `acting` still returns players.
         """
         raise NotImplementedError
 
@@ -64,7 +64,7 @@ class Game:
         return {"role": player}
 
     def record(self, state: Any, turns: Sequence[Turn]) -> Sequence[Mapping[str, float]]:
-        """Return the named rewards of every turn of a finished or cut game, for the reward `precomputed`.
+        """Return the rewards by name of every turn of a game, for the reward `precomputed`.
 
         By default the last turn of each player gets the player's payoff.
         """

@@ -1,4 +1,4 @@
-"""The kinds of media that a prompt can show. A new kind is one new entry in the table `MODALITIES`.
+"""The kinds of media in prompts: images, videos, sounds. A new kind is one entry in `MODALITIES`.
 
 An entry names the loader of files and the arguments of a model's processor. The model families
 (`mmrl.vision.models.model_families`) count the features of media and set the positions of their tokens.
@@ -118,7 +118,7 @@ class Modality:
             self.load(path, str(path))
 
 
-# Keys of begin and end tokens: in Qwen, GLM and Ernie; in Gemma 3n and Gemma 4; in Gemma 3 and Llama 4.
+# Config keys of begin and end tokens of media: Qwen, GLM, Ernie; Gemma 3n and 4; Gemma 3 and Llama 4.
 MEDIA_BORDERS = (
     *(f"{kind}_{place}_token_id" for kind in ("vision", "image", "video") for place in ("start", "end")),
     *("boi_token_id", "eoi_token_id", "boi_token_index", "eoi_token_index"),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-MANY = 1 << 16  # elements of a weight above which oneDNN is faster
+MANY = 1 << 16  # oneDNN is faster for weights with more elements
 MOST = 4 << 30  # largest size of packed weights in bytes
 BUILT = (
     torch.backends.mkldnn.is_available()
@@ -87,7 +87,7 @@ def _groups(model: nn.Module, kinds: tuple[type, ...] = PLAIN) -> Iterator[list[
 
 def is_plain(layer: nn.Module | None, kinds: tuple[type, ...] = PLAIN) -> TypeGuard[nn.Linear]:
     """Whether a module is a linear layer with an unsharded float32 weight on the CPU."""
-    # Subclasses and layers with a replaced forward may compute something else.
+    # Exclude subclasses and layers with a replaced forward, which may compute something else.
     return type(layer) is nn.Linear and "forward" not in vars(layer) and _is_whole(layer.weight, kinds)
 
 
@@ -122,7 +122,7 @@ def usable() -> bool:
 
 
 def there() -> bool:
-    """Whether oneDNN is available and faster than MKL for float32 weights, packed or not."""
+    """Whether oneDNN is available and faster than MKL for unpacked float32 weights."""
     return FASTER and usable()
 
 
@@ -150,8 +150,8 @@ class Packed:
         self.layers, self.sizes = layers, [layer.out_features for layer in layers]
         weight, self.bias = side_by_side(layers)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight)
-        self.read: tuple[Tensor | None, int] = None, 0  # the last input, and its version at that time
-        self.parts: dict[int, Tensor] = {}  # outputs for `read` that were not yet returned, by layer
+        self.read: tuple[Tensor | None, int] = None, 0  # last input and its write counter
+        self.parts: dict[int, Tensor] = {}  # outputs for `read` not yet returned, by layer
 
     def __call__(self, number: int, x: Tensor) -> Tensor:
         """Compute the output of the layer with index `number`."""
@@ -174,7 +174,7 @@ class Packed:
         return few and not torch.is_grad_enabled() and _suits(x)
 
     def multiply(self, x: Tensor, other: Tensor | None = None) -> Tensor:
-        """Compute the concatenated outputs (..., m) of all layers; add `other` (..., m) if given."""
+        """Multiply x by the packed weights: outputs (..., m) of all layers, plus `other` (..., m) if any."""
         if other is None:
             return _multiply(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, "add")

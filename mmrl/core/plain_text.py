@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-BREAK = "\udc00"  # half of a surrogate pair, which `whole` removes from every text
+BREAK = "\udc00"  # an unpaired surrogate; `whole` removes it from all input
 PRIVATE = range(0xE000, 0xF900)  # Unicode characters for private use
 # Special tokens of common vocabularies, except <image> and <video>, with which data rows mark media.
 COMMON = re.compile(
@@ -50,15 +50,15 @@ def each_text(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def block_after(written: str) -> str:
-    """Return the name of the first closing tag in a text: `x` of </x> or [/x]; empty without any."""
+    """Return the name of the first closing tag in a text ("x" for </x> or [/x]), or ""."""
     end = BLOCK_END.search(written)
     return end[1] or end[2] if end else ""
 
 
 def inside(block: str, texts: Sequence[str]) -> list[str]:
-    """Insert a space into every tag `block` in texts that are put inside a block of that name.
+    """Insert a space into every tag named `block` in texts that a template will put inside such a block.
 
-    Unless </tool_response> is a special token, only the space tells a text's tag from the template's own.
+    So a tool's reply cannot close the template's own block where </tool_response> is no special token.
     """
     mark = re.compile(rf"[<\[](?=\s*/?\s*{re.escape(block)}\s*[>\]])", re.IGNORECASE)
     parted = list(texts)
@@ -80,7 +80,7 @@ def unused_marker(texts: Iterable[str]) -> str:
 
 
 def parted(text: str, words: Iterable[str] = ()) -> str:
-    """Insert a space into control words, for a tokenizer of another program or library.
+    """Insert a space into control words, for tokenizers of other programs, which do not know `BREAK`.
 
     `words` are that tokenizer's control words; empty: common ones. HTML escapes match too (for open_clip).
     """
@@ -122,7 +122,7 @@ class PlainText:
         return each_text(value, self._marked)
 
     def settled(self, rendered: str) -> str:
-        """Remove the marks of control words from a rendered template, unless this creates a control word."""
+        """Remove marks from a rendered template wherever the unmarked text contains no control word."""
         if self.mark not in rendered:
             return rendered
         plain = rendered.replace(self.mark, "")
@@ -148,7 +148,7 @@ class PlainText:
         return twin
 
     def _marked(self, text: str) -> str:
-        """Mark control words in a text, and an incomplete one at its end, which later text may complete."""
+        """Mark control words in a text, and an incomplete one at its end that following text may complete."""
         text = whole(text)
         while self.pattern.search(text):
             text = self.pattern.sub(lambda match: match[0][0] + self.mark + match[0][1:], text)
@@ -165,7 +165,7 @@ class MarkedTokenizer:
         self._twin: tuple[str, Any] = "", None  # token in place of the mark, tokenizer with that token
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "source":  # Python looks up these names when it copies
+        if name.startswith("__") or name == "source":  # `copy` looks these up before `__init__`
             raise AttributeError(name)
         return getattr(self.source, name)
 
@@ -193,7 +193,7 @@ class MarkedTokenizer:
         return self.source.pad(rows, **{"padding": False, **late})
 
     def _knowing(self, texts: Sequence[str]) -> tuple[str, Any]:
-        """Return a character that no text contains, and a tokenizer copy with this character as a token."""
+        """Return a character that no text contains, and a tokenizer copy with it as a special token."""
         from tokenizers import AddedToken
 
         token, twin = self._twin

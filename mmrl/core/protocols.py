@@ -47,7 +47,7 @@ class Policy(LogProbs, Protocol):
 
 @runtime_checkable
 class RendersPrompts(Protocol):
-    """A policy, or its prompt check without weights, that renders prompts as the model reads them."""
+    """A policy, or its weightless prompt check, that renders prompts with the model's chat template."""
 
     def render(self, prompt: Prompt) -> str:
         """Render a prompt with its chat template; media become short placeholders."""
@@ -60,15 +60,15 @@ class RendersPrompts(Protocol):
 
 @runtime_checkable
 class EncodesConversations(Policy, Protocol):
-    """A policy that can learn other tokens of a recorded conversation than those of its last answer."""
+    """A policy that can train on chosen tokens of a recorded conversation, not only on its last answer."""
 
     def encode_conversation(
         self, prompt: Prompt, outcome: Outcome, *, learn: str, max_length: int = 0
     ) -> Trajectory:
-        """Convert a recorded answer to a trajectory of at most `max_length` tokens; 0: no limit.
+        """Convert a conversation to a trajectory of at most `max_length` tokens; 0: no limit.
 
-        The steps are the tokens of the answer ("completion"), of all turns of the assistant ("assistant"), or
-        of the whole conversation ("all").
+        Trained are the tokens of the last answer ("completion"), of all turns of the assistant ("assistant"),
+        or of the whole conversation ("all").
         """
         ...
 
@@ -127,15 +127,15 @@ class SendsWeights(AsyncEngine, Protocol):
         """Send the current weights to the servers; the caller has unsharded `to_send` on every process."""
 
     def rest(self) -> None:
-        """Release memory for the learning phase, if configured; this process has all its answers now."""
+        """Put servers to sleep for the learning phase, if configured; called once all answers arrived."""
 
 
 @runtime_checkable
 class ComparesAnswers(Engine, Protocol):
-    """An engine that compares the answers of servers with the policy, by one forward pass per answer."""
+    """An engine that checks servers' log-probabilities against the policy, one forward pass per answer."""
 
     def compare(self, even: Callable[..., Iterable[tuple]]) -> None:
-        """Check the last result of `rollout` against a sharded policy.
+        """Compare log-probabilities of the last `rollout` with those of a sharded policy.
 
         Every process has to call this. `even(list, stand_in)` pads a list of forward passes, so that all
         processes run equally many; `stand_in` replaces an empty list.
@@ -147,7 +147,7 @@ class WeighsWords(Engine, Protocol):
     """An engine that computes the probability of the first word of an answer, without sampling."""
 
     def first_words(self, prompts: Sequence[Prompt], words: Sequence[Sequence[str]]) -> list[list[float]]:
-        """Return, per prompt and list of `words`, the probability that an answer starts with such a word."""
+        """Return, per prompt and list of words, the probability that the answer starts with one of them."""
         ...
 
 
@@ -163,7 +163,7 @@ class Sampler(Protocol):
 
 
 class HeldOut(Protocol):
-    """An evaluation of a policy on prompts that it is not trained on."""
+    """An evaluation of a policy on held-out prompts."""
 
     data: Sequence[Prompt]
 
@@ -217,10 +217,10 @@ class Observer(Stateful, Protocol):
 
 @runtime_checkable
 class UsesEngine(Protocol):
-    """A piece that calls the engine between rollouts, or reads values of other processes."""
+    """A piece that needs the engine between rollouts, or communication with other processes."""
 
     def connect(self, ask: Callable[[Sequence[Prompt]], Rollouts], tell: Callable[[Any], list[Any]]) -> None:
-        """Set the functions `ask` and `tell`; the run calls this once, before any prompt is drawn.
+        """Receive the functions `ask` and `tell`; called once, before any prompt is drawn.
 
         Args:
             ask: Answers prompts with the first engine of the run. Every process has to call it.
@@ -235,7 +235,7 @@ class UsesValueModel(Protocol):
     value_model: str  # name of the value model in `references`; empty: none
 
     def connect_value_model(self, values: Callable[[Sequence[Prompt]], list[float]]) -> None:
-        """Set the function that estimates prompt values; all processes must call it with equal prompts."""
+        """Receive the function that estimates prompt values; processes must call it with equal prompts."""
 
 
 @runtime_checkable
@@ -257,14 +257,14 @@ class AdvantageObserver(Stateful, Protocol):
 
 @runtime_checkable
 class RecallsRows(Policy, Protocol):
-    """A policy that can rebuild a row from the values that the engine recorded for each step."""
+    """A policy that can rebuild a trajectory from the values that the engine recorded for each step."""
 
     def restore_rows(
         self, prompt: Prompt, notes: Mapping[str, Tensor], transcript: Transcript | None = None
     ) -> Trajectory:
-        """Rebuild the row of a prompt from values (T,) per step: "token", "logp", "temperature" etc.
+        """Rebuild a trajectory from a prompt and values (T,) per step: "token", "logp", "temperature" etc.
 
-        `transcript` is given for rows of conversations.
+        Conversations also have a `transcript`.
         """
         ...
 
@@ -274,13 +274,13 @@ class Replay(Stateful, Protocol):
     """A piece with state that replays rows of earlier steps, before or after advantages are computed."""
 
     def replay_before(self, collection: Collection) -> tuple[Tensor, RewardTable]:
-        """Return a mask (N,) of rows to keep, and rows to add before advantages are computed."""
+        """Return a mask (N,) of rows to keep, and replayed rows to add before advantages are computed."""
         ...
 
     def replay_after(
         self, collection: Collection, credit: RewardTable
     ) -> tuple[Tensor, RewardTable, RewardTable]:
-        """Return a mask (N,) of rows to keep, and rows to add to the step's table and to its advantages."""
+        """Return a mask (N,) of rows to keep, and replayed rows that already have advantages."""
         ...
 
     def restore_rows(self, table: RewardTable) -> Rollouts:
@@ -290,17 +290,17 @@ class Replay(Stateful, Protocol):
 
 @runtime_checkable
 class ReadsSteps(Policy, Protocol):
-    """A policy that can read the rows of another policy, as a critic does."""
+    """A model that can read the trajectories of another policy, as a critic does."""
 
     def check_steps_of(self, policy: Any) -> None:
-        """Raise `ValueError` if a step means something else for the other policy than for this policy."""
+        """Raise `ValueError` if the other policy's steps differ in kind (tokens, denoising steps)."""
 
 
 @runtime_checkable
 class RunCallback(Protocol):
     """A callback for events of a training run, on every process, which may end the run."""
 
-    ended: bool  # whether the run is to end after this step, as if it were the last
+    ended: bool  # set True to end the run after the current step
 
     def on_event(self, event: str, step: int, metrics: Mapping[str, float]) -> None:
         """Handle an event: "train_begin", "step_end", "save" or "train_end".

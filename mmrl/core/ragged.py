@@ -14,7 +14,7 @@ from mmrl.core.tensor import pad_to
 
 @dataclass(frozen=True)
 class Ragged:
-    """A column (N rows, T steps, ...) whose values differ in shape; rows of one shape give a tensor.
+    """A column (N rows, T steps, ...) whose values differ in shape, stored as one tensor per shape.
 
     Args:
         parts: One tensor per shape.
@@ -41,7 +41,7 @@ class Ragged:
 
 @dataclass
 class Gathered:
-    """Gathers the values of micro-batches into columns for all rows, on the CPU.
+    """Collects outputs of micro-batches into columns of the whole batch, on the CPU.
 
     Args:
         shape: Rows and steps of the whole batch.
@@ -55,7 +55,7 @@ class Gathered:
         """Store named values (n rows, t steps, ...) at some rows and steps of the whole batch."""
         for name, value in values.items():
             parts, shape = self.parts.setdefault(name, {}), tuple(value.shape[2:])
-            if shape not in parts:  # rows that are never set take no memory
+            if shape not in parts:  # allocated at first use: absent shapes take no memory
                 parts[shape] = value.new_empty((*self.shape, *shape), device="cpu")
             part = parts[shape][:, steps]
             part[rows] = pad_to(value.detach().cpu(), part.shape[1], 1)
@@ -67,7 +67,7 @@ class Gathered:
         """Return the columns by name: a tensor if all values have one shape, otherwise a `Ragged`."""
         every = torch.arange(self.shape[0])
         return {
-            # A Ragged stands in for a tensor, because users of a column only select rows and steps.
+            # A Ragged can replace a tensor, because users of a column only select rows and steps.
             name: cast(Tensor, Ragged(tuple(parts.values()), self.part[name], every))
             if len(parts) > 1
             else next(iter(parts.values()))

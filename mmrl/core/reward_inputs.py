@@ -48,7 +48,7 @@ class RewardInputs:
         return f"a text in the column '{empty[0]}'" if empty else ""
 
     def unfit(self, kind: str, size: FrameSize) -> str:
-        """Explain why an outcome of this kind and size cannot be scored; empty if it can be scored."""
+        """Explain why an outcome of this kind and size cannot be scored; "" if it can be."""
         frames, height, width = size
         scored = " or ".join(f"{one}s" for one in sorted(self.outcomes))
         if self.outcomes and kind not in self.outcomes:

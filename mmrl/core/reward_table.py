@@ -37,14 +37,14 @@ def name_id(name: str) -> int:
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Statistics over the valid entries of each entry's group; all are (N rows, R rewards, K outcomes)."""
+    """Statistics of each entry's group, over valid entries: (N rows, R rewards, K outcomes) each."""
 
     values: Tensor  # (N, R, K)
     valid: Tensor  # (N, R, K)
     index: Tensor  # (N, K) number of the group
 
     def _over(self, statistic: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        # An entry is one outcome of a row: groups consist of N * K entries with R rewards each.
+        # Flatten to entries: one per outcome of a row, N * K in total, with R rewards each.
         values, valid = (t.transpose(1, 2).flatten(0, 1) for t in (self.values, self.valid))
         rows, rewards, places = self.values.shape
         result = statistic(values, self.index.flatten(), valid)
@@ -101,7 +101,7 @@ class RewardTable:
     """
 
     TENSORS: ClassVar = ("values", "valid", "ends", "length", "learn", "process")  # columns of N rows
-    MAPPINGS: ClassVar = ("scored", "ids", "notes")  # mappings of names to such columns
+    MAPPINGS: ClassVar = ("scored", "ids", "notes")  # mappings from names to columns of N rows
     IDS: ClassVar = frozenset({"group", "row", "place", "on_policy", "text"})  # ids that are not tags
 
     values: Tensor  # (N, R, K) rewards, later advantages; defined where `valid`
@@ -161,7 +161,7 @@ class RewardTable:
 
     @property
     def longest(self) -> int:
-        """The number of steps of the longest row; 1 without rows."""
+        """The largest number of steps of a row; 1 for an empty table."""
         return int(self.length.max()) if len(self) else 1
 
     @property
@@ -196,7 +196,7 @@ class RewardTable:
         return measured.gather(1, self.last.clamp(min=0)[:, None])[:, 0]
 
     def tag(self, name: str) -> Tensor:
-        """Return the integer ids `name` of each outcome, such as hashed words of a tag: (N, K), 0 for none.
+        """Return the ids named `name`, such as hashed texts of a tag, of each outcome: (N, K), 0 if absent.
 
         Raises `ValueError` if the table has no ids of this name.
         """
@@ -209,7 +209,7 @@ class RewardTable:
 
     @property
     def absent(self) -> dict[str, str]:
-        """Warnings, keyed by reward, about rewards that returned None for every outcome without an error."""
+        """Warnings by reward name, for rewards that returned None for every outcome without failing."""
         seen = f"all {int(self.present.sum())} outcomes of {len(set(self.uids))} prompts"
         return {
             name: f"'{name}' gave None for {seen}"
@@ -258,7 +258,7 @@ class RewardTable:
         )
 
     def after_first(self, values: Tensor) -> RewardTable:
-        """Drop the first outcome of each row and set `values` (N, R, K - 1), the differences of outcomes.
+        """Drop the first outcome of each row, and set `values` (N, R, K - 1) for the others.
 
         If no row has a second outcome, one absent outcome is left.
         """
@@ -286,7 +286,7 @@ class RewardTable:
         tags = sorted({*self.ids, *other.ids})
         ids = {name: pad_to(self.ids.get(name, no_tag), places, 1) for name in tags}
         ids["place"] = torch.arange(places).expand(len(self), -1)
-        for name in ("group", "row", "on_policy"):  # ids of the whole row
+        for name in ("group", "row", "on_policy"):  # ids that all outcomes of a row share
             ids[name] = self.ids[name][:, :1].expand(-1, places)
         noted = dict.fromkeys([*self.notes, *other.notes])
         return self.replace(
@@ -308,8 +308,8 @@ class RewardTable:
 class Collection:
     """The rollouts of one training step and their rewards.
 
-    `stand_in` is a dummy rollout for a process without rows, because every process must take part in the
-    passes of a sharded model; nothing is learned from it.
+    `stand_in` is a dummy rollout, not learned from, for a process without rows: every process must take
+    part in the passes of a sharded model.
     """
 
     rollouts: Rollouts  # this process's rows of `table`, in order
@@ -347,7 +347,7 @@ def place_of_steps(ends: Tensor, num_steps: int) -> Tensor:
     """
     present = ends != ABSENT
     last = (present.sum(-1, keepdim=True) - 1).clamp(min=0)
-    # Absent outcomes sort after all others; the result is clamped to the last present outcome.
+    # Treat absent outcomes as ending last, and clamp to the last present outcome.
     sortable = torch.where(present, ends, torch.iinfo(torch.int64).max)
     steps = torch.arange(num_steps).expand(len(ends), -1).contiguous()
     return torch.minimum(torch.searchsorted(sortable.contiguous(), steps, right=True), last)

@@ -21,14 +21,14 @@ class Stream:
     step: int = 0
     round: int = 0
     purpose: str = "train"  # "evaluate" and "inference" draw from streams of their own
-    stage: int = 0  # number of the stage, if a run continues another
+    stage: int = 0  # index of the training stage in a multi-stage run
 
     def generator(self, *key: str | int) -> torch.Generator:
         """Create the CPU generator of a key for the current training step and sampling round."""
         # The separator distinguishes (1, 23) from (12, 3).
         run = (self.seed, self.stage) if self.stage else (self.seed,)
         words = "\x1f".join(map(str, (*run, self.purpose, self.step, self.round, *key)))
-        data = words.encode("utf-8", "surrogatepass")  # an id may be a file name with any bytes
+        data = words.encode("utf-8", "surrogatepass")  # file names may hold invalid UTF-8
         digest = hashlib.blake2b(data, digest_size=8).digest()  # `hash` differs between processes
         return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
 
@@ -43,7 +43,7 @@ class Stream:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's global generator (used by initialisers) inside the block, then restore its state."""
+    """Seed torch's global generator (for weight initialisation) in this context, then restore it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

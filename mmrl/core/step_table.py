@@ -40,7 +40,7 @@ class Totals:
     steps: float = 0.0
     rows: float = 0.0
     groups: float = 0.0
-    drawn: float = 0.0  # rows, including those from which nothing is learned
+    drawn: float = 0.0  # rows, including rows without advantage
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Batch:
     """
 
     group: Tensor  # (N,) int64
-    mask: Tensor  # (N, T) 1 where a step was the policy's choice and is learned from
+    mask: Tensor  # (N, T) 1 where the policy sampled the step and learns from it
     steps: Steps
     advantage: Tensor  # (N, T)
     weight: Tensor  # (N, T)
@@ -59,12 +59,12 @@ class Batch:
     others: Mapping[str, StepOutput] = field(default_factory=dict)  # by policy: "old", "ref", ...
     totals: Totals = Totals()
     drawn: float | None = None  # rows after the group filter, before the advantage chain; None: `len(self)`
-    order: tuple[int, ...] = ()  # groups of the whole collection, on all processes; empty: as in `group`
-    rows: Tensor = torch.zeros(0, dtype=torch.int64)  # (N,) index in the collection; empty if unknown
+    order: tuple[int, ...] = ()  # group ids of the step on all processes; empty: `group`
+    rows: Tensor = torch.zeros(0, dtype=torch.int64)  # (N,) index of the rollout; empty if unknown
 
     @staticmethod
     def of(steps: Steps, mask: Tensor, notes: Mapping[str, Tensor]) -> Batch:
-        """Create a batch without advantages; `mask` (N, T) marks the steps that the policy chose."""
+        """Create a batch without advantages; `mask` (N, T) is 1 for steps sampled by the policy."""
         nothing = torch.zeros_like(mask)
         return Batch(torch.zeros(len(mask), dtype=torch.int64), mask, steps, nothing, nothing, notes)
 
@@ -76,7 +76,7 @@ class Batch:
         return dataclasses.replace(self, **changes)
 
     def by(self, name: str, new: StepOutput) -> StepOutput:
-        """Return the output of the policy `name`; for `old`, by default `new` without gradient (ratio 1)."""
+        """Return the outputs of policy `name`; `old` defaults to `new` without gradient (ratio 1)."""
         return new.detach() if name == "old" and name not in self.others else self.others[name]
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -102,13 +102,13 @@ class Batch:
         )
 
     def blank(self) -> Batch:
-        """Return the first row with an empty mask, for a process without rows that must call the model."""
+        """Return the first row with a zero mask: dummy input for a process that has nothing to learn."""
         first = self.select(torch.tensor([0]))
         nothing = torch.zeros_like(first.mask)
         return first.replace(mask=nothing, advantage=torch.zeros_like(first.advantage), drawn=0.0)
 
     def count(self) -> Totals:
-        """Count the steps in the mask, the rows and groups with such steps, and the rows after the filter."""
+        """Count masked-in steps, rows and groups with any, and the rows after the filter."""
         rows = self.mask.sum(-1) > 0  # (N,)
         groups = self.group[rows].unique().numel()
         drawn = len(self) if self.drawn is None else self.drawn
@@ -117,7 +117,7 @@ class Batch:
     def parts(self, num_parts: int) -> Iterator[Batch]:
         """Split the batch into parts of whole groups, one per optimizer step; an empty part is one blank row.
 
-        The groups of all processes are split, so that parts have the same groups on any number of processes.
+        Groups are split globally, so a part has the same groups for any number of processes.
         `drawn`, the number of rows drawn for the update, is divided evenly among the parts.
         """
         drawn = None if self.drawn is None else self.drawn / num_parts
@@ -129,7 +129,7 @@ class Batch:
             yield part if drawn is None else part.replace(drawn=drawn)
 
     def split(self, max_steps: int, unit: Unit) -> list[Batch]:
-        """Split the batch into micro-batches, as `cuts` chooses them."""
+        """Split the batch into the micro-batches that `cuts` chooses."""
         return [self.select(rows, columns) for rows, columns in self.cuts(max_steps, unit)]
 
     def cuts(self, max_steps: int, unit: Unit) -> list[tuple[Tensor, slice]]:
@@ -144,7 +144,7 @@ class Batch:
         groups: dict[tuple[int, int], list[int]] = {}  # in order of first appearance
         for row, (bucket, name) in enumerate(zip(buckets, self.group.tolist(), strict=True)):
             groups.setdefault((name, 0 if unit == Unit.GROUP else bucket), []).append(row)
-        apart: dict[tuple[int, ...], list[list[int]]] = {}  # groups, keyed by the buckets of their rows
+        apart: dict[tuple[int, ...], list[list[int]]] = {}  # groups, by their rows' buckets
         for whole in groups.values():
             apart.setdefault(tuple(sorted({buckets[row] for row in whole})), []).append(whole)
         return [cut for held in sorted(apart) for cut in self._cuts(apart[held], max_steps, unit)]
@@ -160,7 +160,7 @@ class Batch:
             return
         micros: list[list[int]] = [[]]
         for whole in groups:
-            # A group that fits alone, but not into the current micro-batch, starts a new one.
+            # Start a new micro-batch for a group that fits into an empty one but not into the current one.
             if micros[-1] and self._cost(micros[-1] + whole) > max_steps >= self._cost(whole):
                 micros.append([])
             for piece in [whole] if unit == Unit.GROUP else [[row] for row in whole]:
@@ -199,7 +199,7 @@ def spread(credit: RewardTable, batch: Batch) -> Batch:
     notes = {
         name: pad_to(note, num_steps, 1, float("nan"))[:, :num_steps].float().to(device)
         for name, note in credit.notes.items()
-        if name not in batch.notes  # the notes that the policy itself collated are kept
+        if name not in batch.notes  # keep notes that `collate` already set
     }
     mask = batch.mask * learned.to(device)
     return batch.replace(

@@ -37,7 +37,7 @@ def group_count(index: Tensor, valid: Tensor) -> Tensor:
 def group_std(values: Tensor, index: Tensor, valid: Tensor, *, unbiased: bool = True) -> Tensor:
     """Compute the standard deviation of each entry's group; 0 for fewer than two valid entries.
 
-    The sum of squares is divided by the count minus 1 (`unbiased`), or by the count.
+    With `unbiased`, divides by the count minus 1 (Bessel), otherwise by the count.
     """
     # In two passes, because E[x^2] - E[x]^2 cancels where values differ little.
     centred = torch.where(valid, values - group_mean(values, index, valid), 0.0)
@@ -57,7 +57,7 @@ def group_extreme(values: Tensor, index: Tensor, valid: Tensor, largest: bool = 
 
 
 def group_range(values: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-    """Compute the largest minus the smallest valid value of each entry's group, shaped like `values`."""
+    """Compute the range (maximum - minimum) of valid values in each entry's group, shaped like `values`."""
     return group_extreme(values, index, valid) - group_extreme(values, index, valid, largest=False)
 
 

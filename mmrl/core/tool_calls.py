@@ -12,11 +12,11 @@ from typing import Any
 from mmrl.core.plain_text import each_text, whole
 
 ARGUMENTS = ("arguments", "parameters", "args")  # possible keys of the arguments of a call
-# Marks before the calls of Llama and Mistral; they are special tokens, so decoding may remove them.
+# Markers before calls of Llama and Mistral (special tokens, which decoding may remove).
 PYTHON_TAG, TOOL_CALLS = "<|python_tag|>", "[TOOL_CALLS]"
 OBJECT = re.compile(r'[\s\[]*\{\s*"(?:type|name|function|arguments|parameters)"\s*:')  # one call, or a list
 NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
-# Calls with tags around every argument, in the formats of Qwen3-Coder and Qwen3.5, and of GLM.
+# Patterns of calls with a tag per argument: Qwen3-Coder and Qwen3.5; GLM.
 FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*|$)", re.DOTALL)
 PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
 GLM_CALL = re.compile(r"\s*([\w.-]+)\s*(.*)", re.DOTALL)
@@ -25,7 +25,7 @@ BETWEEN = " \t\r\n;,[]"  # characters between objects
 
 
 class CallError(ValueError):
-    """A malformed call; its message is the reply to the model."""
+    """Raised for a malformed call; the message becomes the tool reply that the model reads."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def _objects(text: str) -> list[Call | CallError]:
 
 
 def _named(text: str) -> list[Call | CallError]:
-    """Parse the calls at the start of a text, each a name followed by an object of arguments."""
+    """Parse the calls at the start of a text: a name and a JSON object of arguments each."""
     calls = []
     while named := NAMED.match(text):
         try:
@@ -222,7 +222,7 @@ def _parsed(text: str) -> Any:
 
 
 def _loads(text: str) -> Any:
-    """Parse JSON; raises ValueError also for NaN and infinities, which JSON does not have."""
+    """Parse JSON; unlike `json.loads`, raises ValueError for NaN and infinities."""
     return each_text(json.loads(text, parse_constant=_finite, parse_float=_finite), whole)
 
 

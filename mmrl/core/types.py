@@ -15,10 +15,10 @@ from torch import Tensor
 from mmrl.core.plain_text import whole
 from mmrl.core.tool_calls import Call, CallError
 
-# Tag of rows that cannot be rebuilt from the prompt in the data and token ids, nor from a transcript; replay
-# does not store them.
+# Tag of rollouts that replay does not store, because neither token ids nor a transcript suffice to rebuild
+# them.
 CHANGED = "changed"
-# Name of a recorded value per token: number of training steps of the older weights that sampled the token.
+# Name of a per-token record: the training step of the weights that sampled the token, if they were older.
 VERSION = "weights_version"
 
 
@@ -33,7 +33,7 @@ class Readable(Protocol):
 class Unit(IntEnum):
     """The smallest part of a batch whose loss can be computed alone."""
 
-    STEP = 0  # ascending by size: the `max` of two required units satisfies both requirements
+    STEP = 0  # ascending by size: the `max` of two units is valid for both
     ROW = 1
     GROUP = 2
 
@@ -77,8 +77,8 @@ class Media:
 class Part:
     """One part of a message: a text or a medium.
 
-    `quoted` marks text of a model, a tool or an environment. Such text may contain media placeholders, which
-    are an error in other text.
+    `quoted` marks text of a model, a tool or an environment. Only such text may contain media placeholders
+    literally.
     """
 
     text: str = ""
@@ -217,7 +217,7 @@ class Prompt:
 
 @dataclass(frozen=True, eq=False)
 class Transcript:
-    """What the policy wrote and read in a conversation, from which its row can be encoded again.
+    """The token ids and replies of a conversation, from which its trajectory can be encoded again.
 
     Args:
         tools: JSON schemas of the tools in the prompt.
@@ -239,7 +239,7 @@ class Trajectory:
     Args:
         prompt: The answered prompt.
         group: Name of the group; advantages compare rows of the same group.
-        outcomes: Outcomes of prefixes of the rollout, if any, and last the answer itself.
+        outcomes: Outcomes of prefixes of the rollout, if any, then the final answer.
         steps: Data of the steps, which only the policy reads; it collates them into a batch.
         length: Number of steps.
         notes: Values (length,) that the engine recorded for every step, such as "logp" and "token".
@@ -267,7 +267,7 @@ Rollouts = tuple[Trajectory, ...]
 
 
 class PromptError(ValueError):
-    """Error: the policy cannot read the prompt with the id `uid`, or a recorded answer of this prompt."""
+    """Raised if the policy cannot read the prompt `uid` or one of its recorded answers."""
 
     def __init__(self, uid: str, reason: str) -> None:
         super().__init__(uid, reason)
@@ -280,7 +280,7 @@ class PromptError(ValueError):
 
 @contextmanager
 def reading(prompt: Prompt) -> Iterator[None]:
-    """Convert a ValueError inside the block to a `PromptError`.
+    """Convert a ValueError inside this context to a `PromptError`.
 
     Errors about the model, whose class sets `ends_run`, pass unchanged.
     """
@@ -295,7 +295,7 @@ def reading(prompt: Prompt) -> Iterator[None]:
 
 
 class Count(float):
-    """A metric that is summed over processes; other metrics are averaged."""
+    """Float type of metrics that are summed over processes; others are averaged."""
 
 
 @dataclass(frozen=True)
@@ -316,7 +316,7 @@ class TrainerState:
 
 
 class Steps(Protocol):
-    """Inputs with which a policy recomputes the steps of a batch; only that policy reads them.
+    """Model inputs with which a policy recomputes the steps of a batch, opaque to all other code.
 
     If some rows cannot be computed together, such as images of different sizes, the attribute `buckets` (N,)
     numbers the bucket of each row. A micro-batch holds rows of one bucket.
@@ -325,7 +325,7 @@ class Steps(Protocol):
     unit: Unit  # the smallest part that can be evaluated alone
 
     def cost(self, rows: Tensor) -> int:
-        """Count the steps in memory if these rows are computed together, prompts included."""
+        """Return the size in steps of a padded micro-batch of these rows, prompts included."""
         ...
 
     def __getitem__(self, part: tuple[Tensor, slice], /) -> Steps:

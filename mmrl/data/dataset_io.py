@@ -71,7 +71,7 @@ class Rows:
 
 
 class UniqueIds:
-    """Detects duplicate ids: the answers to two rows with the same id would be compared as one group."""
+    """Detects duplicate row ids, with which answers to different prompts would form one group."""
 
     def __init__(self) -> None:
         self.places: dict[tuple[str, str], str] = {}
@@ -85,7 +85,7 @@ class UniqueIds:
 
 def valid_rows(path: Path) -> Iterator[DataRow]:
     """Yield the rows of a file; raise `RowError` at the first bad row, with a list of all bad rows."""
-    rows = iter(Rows(path, path))  # a single pass: after the first bad row, the rest is searched for bad rows
+    rows = iter(Rows(path, path))  # one pass, which `bad_rows_error` continues
     for row in rows:
         if row.fault:
             raise bad_rows_error(path, [f"{bad.place}: {bad.fault}" for bad in (row, *rows) if bad.fault])
@@ -113,8 +113,8 @@ def read_prompts(
         rows: The rows.
         make: Maps a row and its number to a prompt, or to None to skip the row; equal arguments must give
             equal prompts. Raises `RowError` with a message that does not name the row.
-        reads: The columns that `make` reads, and gets as the row's `columns`. A row with another column of
-            known meaning is bad, unless a piece of the run reads it (see `RowFields`). None: no check.
+        reads: The columns that `make` reads, and gets as the row's `columns`. A row with another known
+        column is bad, unless a piece of the run reads it (see `RowFields`). None: no check.
         bad_rows: "error" raises; "drop" logs and skips bad rows; "" is for datasets without this option.
         limit: Largest number of prompts; 0: no limit.
     """
@@ -206,10 +206,10 @@ def split_of(path: Path) -> str:
 
 
 def checked(row: DataRow) -> DataRow:
-    """Apply a row's column `split`; set `fault` if the row is no object, nested too deep or not Unicode."""
+    """Read a row's column `split`; set `fault` if the row is no object, nested too deep or not Unicode."""
     if type(row.columns) is not dict:
         return DataRow(row.place, row.split, fault=f"not a JSON object, but {short(row.columns)}")
-    # Level by level, because a hostile row could exceed the recursion limit.
+    # Without recursion, because a hostile row could exceed its limit.
     level: list[Any] = [row.columns]
     for _ in range(DEEPEST):
         below: list[Any] = []
@@ -222,7 +222,7 @@ def checked(row: DataRow) -> DataRow:
                     below += (*value.keys(), *value.values())
                 case list() | tuple():
                     below += value
-        if not below:  # nothing is nested in this level
+        if not below:  # no deeper values
             split = row.columns.get("split")
             return replace(row, split=split) if type(split) is str and split else row
         level = below
@@ -374,7 +374,7 @@ def split_rows(splits: Mapping[str, Any], source: str) -> Iterator[DataRow]:
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     """Write rows as JSON lines, a JSON list or parquet, by the suffix of the path; return their number."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".jsonl":  # one by one; the other formats need all rows at once
+    if path.suffix == ".jsonl":  # streamed; other formats need all rows
         count = 0
         with path.open("w", encoding="utf-8") as file:
             for count, row in enumerate(rows, 1):  # noqa: B007
@@ -387,7 +387,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
         import pyarrow
         from pyarrow import parquet
 
-        # `Table.from_pylist` would write the columns of the first row only.
+        # Collect the columns of all rows, because `Table.from_pylist` reads only the first row's.
         columns = {}
         for name in dict.fromkeys(name for row in listed for name in row):
             try:

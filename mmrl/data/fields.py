@@ -29,7 +29,7 @@ def short(value: Any) -> str:
 
 
 def text(value: Any, name: str) -> str:
-    """Return a text that is not blank; raises `RowError` with the field `name` for any other value."""
+    """Return `value` if it is a non-blank text; otherwise raise `RowError` with the field `name`."""
     if isinstance(value, str) and value.strip():
         return value
     raise RowError(f"wanted a text as `{name}`, got {short(value)}")
@@ -59,7 +59,7 @@ def listed(value: Any, name: str, size: int | None = None) -> list[Any]:
 
 
 def unpacked(value: Any) -> Any:
-    """Parse a text that is a JSON list (as in CSV cells); return any other value unchanged."""
+    """Parse a text with a JSON list (as in CSV cells); return other values unchanged."""
     if type(value) is str and value.lstrip().startswith("["):
         try:
             entries = parse_json(value)
@@ -70,14 +70,14 @@ def unpacked(value: Any) -> Any:
 
 
 def mapping(value: Any, name: str) -> Mapping[str, Any]:
-    """Return a mapping; raises `RowError` with the field `name` for any other value."""
+    """Return `value` if it is a mapping; otherwise raise `RowError` with the field `name`."""
     if isinstance(value, Mapping):
         return value
     raise RowError(f"wanted an object as `{name}`, got {short(value)}")
 
 
 def plain(value: Any, name: str) -> Any:
-    """Return a value that JSON can represent; raises `RowError` with the field `name` for others."""
+    """Return a value in JSON types; raises `RowError` with the field `name` if JSON cannot represent it."""
     try:
         json.dumps(value)
     except (TypeError, ValueError) as error:
@@ -102,7 +102,7 @@ def parse_json(text: str) -> Any:
 
 
 def with_columns(reason: str, columns: Mapping[str, Any]) -> str:
-    """Append the names of a row's columns to an error text that names a missing column."""
+    """Append the names of a row's columns to the error text about a missing column."""
     named = re.findall(r"[`']([^\W\d]\w*)[`']", reason)
     if not columns or all(name in columns for name in named):
         return reason
@@ -121,7 +121,7 @@ def template_fields(*templates: str) -> tuple[str, ...]:
     """List the fields in `str.format` templates; empty if a template cannot be parsed."""
     try:
         named = [name for template in templates for _, name, _, _ in Formatter().parse(template) if name]
-    except ValueError:  # `fill_template` raises the error
+    except ValueError:  # `fill_template` reports it
         return ()
     return tuple(re.split(r"[.\[]", name)[0] for name in named)
 

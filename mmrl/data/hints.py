@@ -13,8 +13,8 @@ from mmrl.core.types import Part, Prompt
 
 TAG = "hint"  # tag of the outcomes of a prompt with a hint
 WANTED = "wanted_hint"  # tag of a prompt for which the engine `with_hinter` writes a hint
-WROTE = "wrote"  # tag of an outcome that is a hint; answers with this hint have the same value in `TAG`
-ATTEMPT = "failed_attempt"  # column with a failed answer, of a prompt with the tag `WANTED`
+WROTE = "wrote"  # tag of an outcome that is a hint; answers that use it have the same value in `TAG`
+ATTEMPT = "failed_attempt"  # column with the failed answer, if `WANTED` is set
 TEMPLATE = "\n\nHint: {hint}"
 SENTENCE_END = re.compile(r"(?<=[.!?。])\s+|\n+")
 

@@ -35,7 +35,7 @@ class MediaError(RowError):
 
 
 def held_or_named(text: str) -> bytes | str:
-    """Decode a `data:` URL or plain base64 to bytes; return other text as a path, without `file://`.
+    """Decode a `data:` URL or base64 text to bytes; return other text as a path, without `file://`.
 
     Raises `MediaError` for other URLs, since nothing is downloaded.
     """
@@ -196,7 +196,7 @@ def _in_8_bits(image: Any, file: Any, name: str) -> Any:
     values = numpy.array(image).astype(numpy.int64)
     bits, inverted = 16, False
     if getattr(file, "format", None) == "TIFF":
-        # Tags BitsPerSample (258) and PhotometricInterpretation (262), which is 0 if the value 0 is white.
+        # TIFF tags 258 (BitsPerSample) and 262 (PhotometricInterpretation; 0: the value 0 is white).
         bits, inverted = file.tag_v2.get(258, (16,))[0], file.tag_v2.get(262) == 0
     white = (1 << bits) - 1  # 65535 for 16 bits
     grey = (values.clip(0, white) * 255 + white // 2) // white
@@ -220,7 +220,7 @@ def opened_container(source: Path | bytes, name: str, formats: str, wanted: str)
 
     options = {"format_whitelist": formats}
     errors = (av.error.FFmpegError, OSError, ValueError, OverflowError, MemoryError)
-    # `metadata_errors`: titles in other encodings than UTF-8 are common.
+    # `metadata_errors`: tolerate titles that are not UTF-8, which are common.
     with (
         decoding(name, f"{wanted} as {formats.replace(',', ', ')}", errors),
         io.BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file,
@@ -239,7 +239,7 @@ def opened_video(path: Path, max_pixels: int = MAX_IMAGE_PIXELS) -> Iterator[Any
         if codec is None:
             raise MediaError(f"'{path}' holds a video in a codec that this build of ffmpeg does not know")
         check_size(str(path), codec, max_pixels)  # a damaged header can claim any size
-        codec.options = {"max_pixels": str(max_pixels)}  # and later frames of a stream can be larger
+        codec.options = {"max_pixels": str(max_pixels)}  # later frames can be larger
         yield container
 
 
@@ -251,7 +251,7 @@ def is_turned(frame: Any) -> bool:
 
 def upright(pixels: Tensor, frame: Any) -> Tensor:
     """Rotate and mirror the pixels (height, width, 3) of a frame according to its display matrix."""
-    a, b, c, d = _display_matrix(frame)  # x goes to a x + c y, y to b x + d y
+    a, b, c, d = _display_matrix(frame)  # (x, y) -> (a x + c y, b x + d y)
     if abs(b) > abs(a):  # rotated by 90 degrees: swap the axes, then mirror
         pixels, a, d = pixels.transpose(0, 1), c, b
     return pixels.flip([dim for dim, along in ((0, d), (1, a)) if along < 0])
@@ -267,6 +267,6 @@ def _display_matrix(frame: Any) -> tuple[int, int, int, int]:
 
 
 def _reason(error: Exception) -> str:
-    # Pillow writes the memory address of its buffer, which differs between runs.
+    # Remove the memory address in Pillow's messages, which differs between runs.
     text = re.sub(r" <_io\.[^>]*>", "", getattr(error, "strerror", None) or str(error))
     return " ".join(text.split()) or type(error).__name__

@@ -59,7 +59,7 @@ class MediaReader:
     def _file(self, kind: str, path: str, place: str) -> Media:
         root, name = self.root, path
         if root is None:
-            chosen = Path(path).expanduser().resolve()  # a link that the caller chose may lead anywhere
+            chosen = Path(path).expanduser().resolve()  # the caller's own links are trusted
             root, name = MediaRoot(chosen.parent), chosen.name
             if not chosen.is_file():
                 raise MediaError(f"there is no file '{path}', given as {place}")

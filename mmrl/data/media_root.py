@@ -37,13 +37,13 @@ class MediaRoot:
 
     @classmethod
     def of_rows(cls, source: Path, root: str, cache_bytes: int = CACHE_BYTES) -> MediaRoot:
-        """Create a media root: the folder `root` if given, else `source`, or its folder if it is a file."""
+        """Create a media root at `root`, by default at `source` or, if that is a file, at its folder."""
         return cls(Path(root) if root else source if source.is_dir() else source.parent, cache_bytes)
 
     def medium(self, ref: MediaRef, place: str, sampling: FrameSampling) -> Media:
         """Return the lazily decoded medium of a reference in a row; `place` names the row in errors."""
         if not ref.data:
-            self.locate(ref.path)  # a missing file is an error of this row, not of a later training step
+            self.locate(ref.path)  # report a missing file now, not in a later training step
             return self.file(ref.kind, ref.path, sampling)
         if not MODALITIES[ref.kind].in_rows:
             raise MediaError(f"a {ref.kind} inside a row cannot be read; write it to a file and name that")
@@ -52,7 +52,7 @@ class MediaRoot:
         return Media(ref.kind, name, StoredMedium(ref.kind, stored, name), stored)
 
     def reader(self, row: str, sampling: FrameSampling) -> ReadMedia:
-        """Make the function that reads media in the messages of a row; `row` names the row in errors."""
+        """Create the function that reads media in a row's messages; `row` names the row in errors."""
 
         def read(kind: str, value: Any, place: str) -> Media:
             refs = list(media_refs(value, kind, place))
@@ -88,8 +88,8 @@ class MediaRoot:
         return self._decoded.get(key, lambda: MODALITIES[kind].load(path, str(path), sampling))
 
 
-# `Media.load` is an object of one of the next two classes. Objects for the same medium are equal, so that
-# cached results about a medium are found even if its prompt was rebuilt from its row.
+# `Media.load` is a `MediaFile` or a `StoredMedium`. These compare by value, so that caches keyed by a medium
+# still work after its prompt was rebuilt from its row.
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def one_frame(image: Any) -> Frames:
 
 # ---- references to media in rows, in all known layouts
 
-# Columns that hold media in some datasets and texts in others; only names of media files count as media.
+# Columns that contain media in some datasets and texts in others: a text counts if it names a media file.
 EITHER = ("chosen", "rejected", "mask", "masks", "foreground", "background", "composite")
 MESSAGES = ("messages", "prompt", "conversations", "chosen", "rejected", "answers")
 

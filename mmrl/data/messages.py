@@ -17,17 +17,17 @@ ROLES = ("system", "user", "assistant", "tool")
 READ = ("role", "content")  # keys of a message that are parsed
 # Keys of a message that chat templates read.
 KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking")
-NEUTRAL = {"weight": 1, "loss": True}  # values at which keys for the loss of a turn have no effect
+NEUTRAL = {"weight": 1, "loss": True}  # keys of a turn's loss, with their neutral values
 CALL = ("id", "type", "index", "function")  # keys of a tool call, besides the keys of its function
-ASKED = ("prompt", "question")  # columns with the question; if both are empty, `messages` has it
-NAMES = ("path", "url")  # keys of a part that can name its file, besides its kind (`image`)
+ASKED = ("prompt", "question")  # columns with the question, before `messages`
+NAMES = ("path", "url")  # keys of a part with its file, besides its kind (`image`)
 Slot = tuple[str, Media | None]  # a placeholder's kind, and the medium if the part contains it
 # Creates a medium from its kind, its value in the row, and its name for errors.
 ReadMedia = Callable[[str, Any, str], Media]
 
 
 def no_media(kind: str, value: Any, place: str) -> Media:
-    """Raise `RowError`; a `ReadMedia` for models that read only text."""
+    """Raise `RowError` for any medium: the `ReadMedia` of models that read only text."""
     raise RowError(f"this model reads text only, but {place} is given; leave it out")
 
 
@@ -123,7 +123,7 @@ def _calls(value: Any, name: str) -> list[dict[str, Any]]:
 
 
 def without_null(value: Any) -> Any:
-    """Drop keys whose value is null, because a row of parquet has the keys of all rows."""
+    """Drop keys whose value is null, because parquet fills every row with the keys of all rows."""
     match value:
         case Mapping():
             return {key: without_null(inner) for key, inner in value.items() if inner is not None}
@@ -147,7 +147,7 @@ def plain_part(part: Any) -> Any:
 
 
 def _flat(content: Any, name: str, medium: ReadMedia) -> tuple[str, list[Slot]]:
-    """Join the parts of a message to one text with media marks, and list the slots of its media."""
+    """Join the parts of a message to one text with media marks, and list its media placeholders."""
     content = plain_part(content)
     match content:
         case str():
@@ -155,7 +155,7 @@ def _flat(content: Any, name: str, medium: ReadMedia) -> tuple[str, list[Slot]]:
         case {"type": "text", "text": str(words), **rest} if not has_content(rest):
             return words, [(kind, None) for kind in media_marks().findall(words)]
         case {"type": str(kind), **rest} if kind in MODALITIES:
-            # Rows of parquet have every key that a part of any row has, most of them null.
+            # Parquet fills each part with the keys of all parts; most values are null.
             payload = {key: item for key, item in rest.items() if item is not None and key != "text"}
             if payload.keys() <= {kind, *NAMES} and len(payload) <= 1:
                 own = [medium(kind, item, f"{name}.{kind}") for item in payload.values()]
@@ -174,7 +174,7 @@ def _flat(content: Any, name: str, medium: ReadMedia) -> tuple[str, list[Slot]]:
 def _filled(
     read: Iterable[tuple[str, str, list[Slot], dict[str, Any]]], media: Sequence[Media]
 ) -> tuple[Message, ...]:
-    """Create messages; a slot without a medium gets the next medium of its kind from `media`."""
+    """Create messages; a placeholder without a medium gets the next one of its kind from `media`."""
     left = {kind: [medium for medium in media if medium.kind == kind] for kind in MODALITIES}
     wanted = {kind: 0 for kind in left}
     messages = []
@@ -203,7 +203,7 @@ def interleaved(words: str, media: Sequence[Media]) -> tuple[Part, ...]:
             f"the text marks {', '.join(marks)}, but the row holds {', '.join(kinds) or 'nothing'}"
         )
     left = iter(media)
-    # With one group in the pattern, `re.split` alternates between texts and marks.
+    # `re.split` with one group returns texts and marks in alternation.
     pieces = enumerate(media_marks().split(words))
     parts = [Part(media=next(left)) if i % 2 else Part(piece) for i, piece in pieces]
     return tuple(part for part in parts if part.media or part.text.strip())

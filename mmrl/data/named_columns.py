@@ -68,7 +68,7 @@ def _nested(options: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _taken(target: Any) -> list[str] | None:
-    """List the columns that a function in TRL's form or an environment's `reset` takes; None: all."""
+    """List the columns in the signature of a reward in TRL's form or an environment's `reset`; None: all."""
     if getattr(target, "takes_columns", False):
         return None
     trl = isinstance(target, FunctionType) and is_trl(target)
@@ -80,7 +80,7 @@ def _taken(target: Any) -> list[str] | None:
 
 
 def _in_code(target: Any, seen: set[Any]) -> Iterator[str]:
-    """List the string constants in a function or a class's methods, and in the module functions they use."""
+    """List the string constants in a function or class, and in functions of its module that it calls."""
     for function in _functions(target):
         if function in seen:
             continue

@@ -47,7 +47,7 @@ def put_rows(name: str, data: Any, split: str) -> str:
 def tables(name: str) -> dict[str, Any] | None:
     """Return the tables of a dataset of `datasets`, by split; None if rows must be read one by one."""
     parts = _parts(name)
-    # A streamed dataset has no table, and a transform applies only to rows that the dataset itself returns.
+    # A streamed dataset has no table; a transform applies only to rows read through the dataset.
     as_stored = [hasattr(part, "num_rows") and part.format["type"] != "custom" for part in parts.values()]
     return parts if parts and all(as_stored) else None
 
@@ -64,7 +64,7 @@ def _parts(name: str) -> dict[str, Any]:
 
 
 def loose_rows(name: str) -> Iterator[tuple[str, Any, str]]:
-    """Yield (split, columns, fault) of rows that are in no table; the fault of a good row is empty."""
+    """Yield (split, columns, fault) of rows that are not in arrow tables; `fault` is "" for good rows."""
     data, split = objects.get(name)
     for part, rows in (_parts(name) or {split: data}).items():
         for columns in rows:
@@ -87,7 +87,7 @@ def plain(value: Any) -> Any:
 
 
 def as_png(image: Any, name: str = "an image") -> dict[str, Any]:
-    """Encode an image (see `to_image`) as 8-bit PNG, upright, in the form of rows of `datasets`."""
+    """Encode an image (see `to_image`) as upright 8-bit PNG: {"bytes", "path"}, as `datasets` stores it."""
     buffer = io.BytesIO()
     image = to_image(image, name)
     as_rgb(image, name, transparent=image.has_transparency_data).save(buffer, format="PNG")

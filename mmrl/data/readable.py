@@ -20,7 +20,7 @@ ADVICE = "mend them, or set `bad_rows: drop`"
 
 
 def with_inner(place: str, data: Piece) -> Iterator[tuple[str, Piece]]:
-    """Yield a data set and, recursively, the data sets in its option `data`, each with its dotted path."""
+    """Yield a data set and, recursively, those it wraps (option `data`), each with its dotted path."""
     yield place, data
     match data.options.get("data"):
         case None:
@@ -34,12 +34,12 @@ def with_inner(place: str, data: Piece) -> Iterator[tuple[str, Piece]]:
 
 
 def drops(data: Piece) -> bool:
-    """Whether a data set, or an inner one, has `bad_rows: drop`."""
+    """Whether a data set, or one that it wraps, has the option `bad_rows: drop`."""
     return any(piece.options.get("bad_rows") == "drop" for _, piece in with_inner("data", data))
 
 
 class PromptCheck:
-    """Calls `check`, which raises `PromptError`, for each prompt once, and records which prompts passed."""
+    """Calls `check`, which raises `PromptError`, once per prompt, and remembers the prompts that passed."""
 
     def __init__(self, check: Callable[[Prompt], None]) -> None:
         self.check, self.seen = check, set[str]()
@@ -87,7 +87,7 @@ def prompt_check(policy: Piece, engines: Sequence[Piece] = ()) -> PromptCheck | 
 def checked_prompts(
     pieces: Pieces, data: Piece, place: str, named: NamedColumns, check: PromptCheck | None
 ) -> Sequence[Prompt]:
-    """Read a data set; pieces read the columns in `named`, and unreadable prompts count as bad rows."""
+    """Read a data set; `named` are columns that pieces read. Unreadable prompts count as bad rows."""
     tokens = NAMED.set(named), CHECK.set(check)
     try:
         prompts = pieces.prompts(data, place)
@@ -106,11 +106,11 @@ def engines_of(config: Config | EvaluateConfig) -> Mapping[str, Sequence[Piece]]
 
 
 def check_engines(policy: Piece, engines: Sequence[Piece]) -> None:
-    """Raise `ConfigError` if a model cannot make the results of an engine, such as images of a given size."""
+    """Raise `ConfigError` if a model does not support its engine's options, such as an image size."""
     if has_size(engines):
         prompt_check(policy, engines)
 
 
 def has_size(engines: Sequence[Piece]) -> bool:
-    """Whether the innermost engine has options for the size of the images or videos that it makes."""
+    """Whether the innermost engine generates images or videos of a configurable size."""
     return bool(engines) and hasattr(find("engine", engines[0].name).target, "size_from")

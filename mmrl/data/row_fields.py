@@ -28,8 +28,8 @@ KTO = (
     "`vision.unpaired_preferences` reads labelled answers, for KTO; or keep the rows of wanted answers, or "
     "make pairs of them"
 )
-# Columns of the model's input in rows of TRL, LLaMA-Factory, ms-swift, verl, LLaVA and OpenAI: a run that
-# ignored them would train on other prompts. The values advise the user.
+# Columns of model input in formats of TRL, LLaMA-Factory, ms-swift, verl, LLaVA and OpenAI, which must not be
+# ignored silently, with advice for the error message.
 ASKING: dict[str, str] = {
     **dict.fromkeys(("prompt", "messages"), ONCE),
     **dict.fromkeys(media_columns(), SHOWN),
@@ -67,16 +67,16 @@ class NamedColumns:
         return name in self.names or self.every and name not in ASKING
 
 
-# The columns that pieces of the current run read; None if a program calls a data set directly.
+# Columns that pieces of the current run read; None outside of a run.
 NAMED: ContextVar[NamedColumns | None] = ContextVar("NAMED", default=None)
-# Raises `PromptError` for a prompt that the model of the run cannot read; None without a model.
+# Function that raises `PromptError` for prompts that the run's model cannot read; None without a model.
 CHECK: ContextVar[Callable[[Prompt], None] | None] = ContextVar("CHECK", default=None)
 
 
 def declared(columns: Iterable[Column], renamed: Mapping[str, str] | None = None) -> tuple[Column, ...]:
     """List the columns of a file that a data set reads, after renaming by its option `columns`.
 
-    A column that is mapped to an empty name counts as read, but is left out.
+    Mapping a column to "" ignores it without a warning.
     """
     theirs = dict(renamed or {})
     read = [
@@ -101,7 +101,7 @@ def has_content(value: Any) -> bool:
 
 
 class RowFields:
-    """Splits rows into the columns that a data set declares and the others, and finds unread columns.
+    """Splits rows into columns that a data set declares and other columns, and finds unread columns.
 
     `unread` counts the rows of each column that nothing reads.
     """
@@ -113,7 +113,7 @@ class RowFields:
     def parted(self, row: DataRow) -> DataRow:
         """Split a row into the columns that the data set reads and `others`.
 
-        Raises `RowError` for a column with content and a known meaning that nothing reads.
+        Raises `RowError` for an unread, non-empty column with a known meaning.
         """
         filled = {name for name, value in row.columns.items() if has_content(value)}
         reads: set[str] = set()

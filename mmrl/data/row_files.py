@@ -24,7 +24,7 @@ log = logging.getLogger("mmrl")
 BOM = b"\xef\xbb\xbf"  # byte order mark, with which some editors begin files
 PLACE = re.compile(r"(:\d+|\[\d+\])$")  # line or row number at the end of `DataRow.place`
 GROUP_BYTES = 16 << 20  # larger row groups of parquet are not decoded for single rows
-GROUP_ROWS = 1 << 14  # row groups of more rows are not decoded either: repeated values are compressed
+GROUP_ROWS = 1 << 14  # the same limit in rows, because compression hides large groups
 # Cache of the last decoded row groups of all files, as tables of pyarrow.
 GROUPS: ByteLRU[Any] = ByteLRU(4 * GROUP_BYTES, lambda table: table.nbytes)
 SHOWN = 10  # most bad rows that an error lists
@@ -54,7 +54,7 @@ class RowFile(Protocol):
 
 
 class Found(NamedTuple):
-    """Location of a row: the file, the offset or row number in the file, and the line for errors."""
+    """Location of a row: file, byte offset or row number, and line number for errors."""
 
     file: RowFile
     at: int
@@ -72,7 +72,7 @@ class DataRow:
     split: str
     columns: Mapping[str, Any] = field(default_factory=dict)
     fault: str = ""
-    found: Found | None = field(default=None, repr=False, compare=False)  # None: cannot be read again
+    found: Found | None = field(default=None, repr=False, compare=False)  # None: no random access
     others: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -90,7 +90,7 @@ class DataRow:
         return PLACE.sub("", self.place)
 
 
-# Adds the columns of a row: takes a table of pyarrow, the number of the row, and the row without columns.
+# Function (pyarrow table, row number, row without columns) -> row with columns.
 Convert = Callable[[Any, int, DataRow], DataRow]
 
 
@@ -174,7 +174,7 @@ class TableFile:
 class GroupFile:
     """A parquet file with a cache of decoded row groups.
 
-    `small` is False if a row group is too large to be decoded for a single row; read such a file as a whole.
+    `small` is False if some row group is too large for random access; read such a file as a whole.
     """
 
     path: Path

@@ -13,7 +13,7 @@ SIZE = ("num_frames", "height", "width")  # columns, named as in diffusers
 
 
 def row_size(columns: Mapping[str, Any], *, source: bool = False) -> Size | None:
-    """Read the size that a row asks for in `height`, `width` and `num_frames`; None if it has no size.
+    """Read the requested output size from `height`, `width` and `num_frames` of a row; None without one.
 
     With `source`, a row may instead have the text "source" in `size`, for the size of its source image.
     Raises `RowError` for a height without a width, and for values that are not positive whole numbers.
@@ -22,7 +22,7 @@ def row_size(columns: Mapping[str, Any], *, source: bool = False) -> Size | None
     word = columns.get("size") if has_content(columns.get("size")) else ""
     if not source and word == "source":
         raise RowError("the row asks for the `size` of its source image, and rows here have none")
-    word = word if source else ""  # without source images, `size` may mean anything else
+    word = word if source else ""  # else `size` may be an unrelated column
     if word not in ("", "source"):
         raise RowError(f"wanted 'source' as `size`, got {short(word)}; other sizes are `height` and `width`")
     if word and {"height", "width"} & sizes.keys():

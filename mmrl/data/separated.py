@@ -17,7 +17,7 @@ def separated_rows(path: Path, split: str) -> Iterator[DataRow]:
     """Read the rows of a CSV or TSV file; its first line names the columns. Empty cells become None.
 
     A row with more or fewer cells than column names gets a `fault`. Columns without a name, such as the index
-    of pandas, are skipped. Raises `SourceError` for a duplicate name or another separator.
+    of pandas, are skipped. Raises `SourceError` for duplicate names, and if another separator was used.
     """
     if not path.is_file():
         raise SourceError(f"there is no file '{path}'")

@@ -17,11 +17,11 @@ from mmrl.core.types import Media, Sound
 from mmrl.data.media import CONTAINERS, MediaError, opened_container
 
 SOUNDS = f"{CONTAINERS},wav,w64,aiff,caf,flac,mp3,aac"
-ESTIMATED = {"mp3", "aac", "mpegts", "mpeg"}  # formats whose header may not say how long the sound lasts
+ESTIMATED = {"mp3", "aac", "mpegts", "mpeg"}  # formats with inexact durations in the header
 MAX_SAMPLES = 1 << 29  # 3 hours at 48 kHz
 GAP = 0.1  # seconds; longer gaps between time stamps become silence, shorter gaps are rounding errors
-FULL = {"int16": 1 << 15, "int32": 1 << 31, "uint8": 1 << 7}  # integer values that stand for the sample 1.0
-STREAMED = (1 << 31) - (1 << 16)  # a larger size in a WAV header means that its writer did not know the size
+FULL = {"int16": 1 << 15, "int32": 1 << 31, "uint8": 1 << 7}  # integer of the sample 1.0
+STREAMED = (1 << 31) - (1 << 16)  # larger sizes in a WAV header mean "unknown" (streams)
 MAX_CHUNKS = 256  # most chunks of a WAV file that are skipped before its samples
 FLOAT_WAV = 3  # the format tag of floating-point samples
 
@@ -194,7 +194,7 @@ def _one_channel(value: Any, name: str) -> Tensor:
 
 
 def plain_sounds(value: Mapping[str, Any], place: str) -> dict[str, Any] | None:
-    """Convert a value that `sound_in_memory` accepts to a stored row's form, as WAV bytes; else None."""
+    """Convert a decoded sound (see `sound_in_memory`) to WAV bytes for storage in a row, else None."""
     medium = sound_in_memory(value, place)
     return medium and {"bytes": medium.source, "path": None}
 

@@ -1,7 +1,7 @@
 """Storage of the encoded media of rows in a temporary file instead of memory.
 
-Otherwise every process of a machine would keep all images of a parquet file in memory. Equal bytes are stored
-only once, because the same rows are read several times.
+So images of a parquet file do not fill the memory of every process. Equal bytes are stored only once, because
+the same rows are read several times.
 """
 
 from __future__ import annotations

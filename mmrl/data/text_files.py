@@ -53,7 +53,7 @@ def line_uid(row: DataRow, path: Path) -> str:
 class RecordedAnswers(Sequence):
     """Images or videos of one prompt, listed in a dataset with their scores; decoded on every access."""
 
-    files: tuple[Any, ...]  # paths, or bytes inside rows (`Media.source`)
+    files: tuple[Any, ...]  # paths, or encoded bytes from a column of the row (`Media.source`)
     scores: Scores  # scores of each file, by the name of the reward
     load: Callable[[Any], Outcome]
     size: Callable[[Any], tuple[int, ...]]  # frames, height and width of a file, without decoding
@@ -79,7 +79,7 @@ def recorded_prompts(
     bad_rows: str,
     reads: Sequence[Column],
 ) -> Sequence[Prompt]:
-    """Read one prompt per line (`prompt` or `caption`), with image or video files as recorded answers.
+    """Read rows with a `prompt` or `caption`, and image or video files as recorded answers.
 
     One error names all bad rows, missing files included.
 

@@ -30,7 +30,7 @@ class FrameSampling:
         multiple_of: The number of frames is a multiple of this number.
         max_pixels: Maximal pixels (width x height) of a frame; larger frames are shrunk and keep their aspect
             ratio. 0: no limit.
-        total_pixels: Maximal pixels of all frames together. 0: no limit.
+        total_pixels: Maximum number of pixels of all frames together. 0: no limit.
         start: Second at which sampling begins; None: the start of the video.
         end: Second at which sampling ends; None: the end of the video.
         load_audio_from_video: Read the sound track, too, from the first sampled frame on.
@@ -81,7 +81,7 @@ def read_video(path: Path, sampling: FrameSampling = FrameSampling()) -> Frames:
                 f"'{path}' is cut short: its header has {duration:.2f} s, but its frames end at "
                 f"{last.time - zero:.2f} s; copy the file again"
             )
-        # Players show the last frame until the end.
+        # After the last frame, repeat it until the end, as players do.
         images += [_scaled(last, sampling, len(times), scaler)] * (len(times) - len(images))
     sizes = {tuple(image.shape[1:]) for image in images}
     if len(sizes) > 1:
@@ -131,11 +131,11 @@ def sample_times(begin: float, end: float, sampling: FrameSampling) -> list[floa
         max(round((end - begin) * sampling.frames_per_second), sampling.min_frames), sampling.max_frames
     )
     count = max(step, round(count / step) * step)
-    if count < sampling.min_frames:  # rounding to a multiple may exceed the bounds
+    if count < sampling.min_frames:  # rounding to `multiple_of` may exceed the bounds
         count += step
     if count > sampling.max_frames:
         count = max(step, count - step)
-    return [begin + (end - begin) * i / count for i in range(count)]  # the last is a step before `end`
+    return [begin + (end - begin) * i / count for i in range(count)]  # without `end` itself
 
 
 def _timing(path: Path, container: Any) -> tuple[float, float]:
@@ -144,12 +144,12 @@ def _timing(path: Path, container: Any) -> tuple[float, float]:
     zero = float(stream.start_time * stream.time_base) if stream.start_time else 0.0
     if stream.duration:
         duration = float(stream.duration * stream.time_base)
-        if "mp4" in container.format.name:  # the header sums decoding times, which may be too short
+        if "mp4" in container.format.name:  # its stream duration may be too short
             container.seek(LATEST, stream=stream)
             duration = max(duration, _last_end(container) - zero)
             container.seek(stream.start_time or 0, stream=stream)
         return zero, duration
-    # If frames start late, some headers count from 0, others from the first frame; packets are unambiguous.
+    # If the first frame is late, headers count from 0 or from that frame; packet times are unambiguous.
     if container.duration and abs(zero) < 0.1:
         return zero, container.duration / 1e6  # microseconds
     last = _last_end(container)
@@ -171,7 +171,7 @@ def _with_end(frames: Iterable[Any], zero: float) -> Iterator[tuple[Any, float]]
     timed = (frame for frame in frames if frame.time is not None)
     for frame, following in pairwise(chain(timed, [None])):
         if following is not None:
-            yield frame, following.time - zero - 5e-4  # half a millisecond, because file times are rounded
+            yield frame, following.time - zero - 5e-4  # minus 0.5 ms, because file times are rounded
         else:
             length = float(frame.duration * frame.time_base) if frame.duration else 0.0
             yield frame, frame.time - zero + max(length, 1e-3)

@@ -17,7 +17,7 @@ def mixture(*, data: tuple[ReadData, ...], sources: tuple[str, ...]) -> list[Pro
     """Concatenate several data sets; the column `source` names the data set of each row.
 
     Ids get this name as a prefix: `gui/row-3`. With `where: {source: gui}`, a reward scores only the rows of
-    one data set, so one run, even one batch, can have several tasks. The sampler draws from all rows alike.
+    one data set, so one run, even one batch, can have several tasks. The sampler draws from all rows equally.
 
     Args:
         data: The data sets.

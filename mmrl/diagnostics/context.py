@@ -23,7 +23,7 @@ from mmrl.core.types import Prompt, Rollouts, Unit
 class Finding:
     """Result of a check: the fault, advice, and the location (file and row) for a fault in data.
 
-    A finding with `grave=False` is only information.
+    `grave=False` marks mere information.
     """
 
     what: str
@@ -39,7 +39,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Examined:
-    """Input of checks at the start: the rollouts of a few prompts, and the pieces of the run.
+    """Input of startup checks: the rollouts of a few prompts, and the pieces of the run.
 
     During the first training step, `batch` and `memory` are empty, and `again` and `ask` return nothing.
 

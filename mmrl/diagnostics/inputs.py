@@ -61,7 +61,7 @@ def check_inputs(config: Config | EvaluateConfig) -> None:
 
 
 def _prompt_check(config: Config | EvaluateConfig, place: str) -> PromptCheck | None:
-    """Create the prompt check of a data set, which includes sizes that the engine sets.
+    """Create the check of a data set's prompts; it also checks output sizes set by the engine.
 
     Return None if the check would have to download files of a text model.
     """
@@ -71,7 +71,7 @@ def _prompt_check(config: Config | EvaluateConfig, place: str) -> PromptCheck | 
 
 
 def _rewards(config: Config | EvaluateConfig) -> dict[str, tuple[str, Sequence[Piece]]]:
-    """Map the key of each data set, such as `data`, to the key of its rewards and the rewards."""
+    """Map each data set's configuration key, such as `data`, to (key of its rewards, rewards)."""
     evaluated = evaluation_of(config).evaluation.rewards
     return {
         "data": ("rewards", _given(config).get("rewards", ())),
@@ -160,7 +160,7 @@ def _check_answers(config: Config | EvaluateConfig, prompts: Sequence[Prompt]) -
 
 
 def _given(config: Config | EvaluateConfig) -> dict[str, Any]:
-    """Map each configuration key that holds pieces to its value."""
+    """Map configuration keys that hold pieces to their values."""
     return {place: value for _, value, place in held_fields(config)}
 
 
@@ -225,7 +225,7 @@ def _columns(place: str, data: Piece, at: str, rewards: Sequence[Piece]) -> Iter
         if first and read not in first and read not in _first_columns(options, None):
             has = ", ".join(sorted(first))
             yield f"{at}[{i}].column: no row of {place} has '{read}'; the first have {has}"
-    if "columns" not in takes:  # only data sets with this option pass columns to rewards
+    if "columns" not in takes:  # this data set passes no columns to rewards
         return
     columns = _first_columns(options)
     if not columns:
@@ -234,7 +234,7 @@ def _columns(place: str, data: Piece, at: str, rewards: Sequence[Piece]) -> Iter
     lacks = f"that the first rows of {place} do not have; they have {', '.join(sorted(names))}"
     for i, piece in enumerate(rewards):
         for name in _required(piece):
-            # Rewards get the media under every media name (`image`, `images`), whatever the column is called.
+            # Media reach rewards by all media names (`image`, `images`), whatever the column is called.
             if name not in names and not (name in media and names & media):
                 yield f"{at}[{i}]: '{piece.name}' takes the column '{name}' {lacks}"
     match options.get("prompt", takes["prompt"].default if "prompt" in takes else ""):
@@ -248,7 +248,7 @@ def _columns(place: str, data: Piece, at: str, rewards: Sequence[Piece]) -> Iter
 
 
 def _first_columns(options: Mapping[str, Any], count: int | None = FIRST) -> set[str]:
-    """Return the column names of the first rows, or with None of all; empty if the rows cannot be read."""
+    """Return the column names of the first `most` rows (None: all); empty if rows cannot be read."""
     path = Path(str(options.get("path", "")))
     if not path.is_dir() and path.suffix not in FORMS:
         return set()

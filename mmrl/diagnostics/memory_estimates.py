@@ -24,7 +24,7 @@ from mmrl.runtime.modules import loading_onto
 
 PROMPTS = 8  # number of prompts whose lengths are measured
 SIDE = 64  # side of the test matrix for the size of optimizer states
-# GPUs, keyed by memory in GiB, and the usable fraction: CUDA and fragmentation take the rest.
+# GPUs by memory in GiB; fraction usable beside CUDA and fragmentation.
 CARDS = {
     8: "RTX 4060", 12: "RTX 3060", 16: "RTX 4080", 24: "RTX 4090", 40: "A100 40 GB", 48: "L40S",
     80: "H100", 141: "H200",
@@ -50,7 +50,7 @@ def training(config: Config, policy: Policy, prompts: Sequence[Prompt]) -> Mappi
 
     references = others = 0.0
     for name, piece in config.references.items():
-        # `frozen` and `ema` hold a copy of the trained weights.
+        # The references `frozen` and `ema` hold a copy of the trained weights.
         holds = getattr(find("reference", piece.name).target, "holds", OWN_WEIGHTS)
         if holds == OWN_WEIGHTS:
             references += sizes
@@ -117,14 +117,14 @@ def optimizer_bytes(make: Callable[..., torch.optim.Optimizer]) -> float:
 
 
 def in_use(kind: str, config: Config, on: str = "") -> list[Entry]:
-    """List the pieces of a kind that belong to mmrl itself or to the packages that a run uses."""
+    """List the pieces of a kind from mmrl itself and from the packages, such as vision, that a run uses."""
     named = [config.policy, config.data, *config.rollout.engine, *config.rewards]
     scopes = {"", *(piece.name.rpartition(".")[0] for piece in named if ":" not in piece.name)}
     return [entry for entry in pieces(kind, on) if entry.scope in scopes]
 
 
 def estimate_memory(config: Config, world: int = 1, shards: bool = False) -> Mapping[str, float]:
-    """Estimate the memory of a run, as bytes by component, from some prompts and an empty policy.
+    """Estimate a run's memory, as bytes by component, from some prompts and a policy of fake tensors.
 
     Args:
         config: The run.

@@ -14,7 +14,7 @@ SHARE = 1 / 3  # minimum ratio of rollout time to learning time for the advice
 
 
 def could_ask_ahead(config: Config) -> bool:
-    """Whether other processes sample the rollouts and could also do so while the policy learns."""
+    """Whether other processes sample the rollouts and could sample while the policy learns."""
     size = config.rollout
     last = find("engine", size.engine[-1].name).target
     one_round = not size.max_staleness and size.max_rounds == 1

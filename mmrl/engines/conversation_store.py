@@ -1,6 +1,6 @@
 """Storage of conversations for replay: turns and replies as JSON, media once by their content hash.
 
-Media of the data are stored as references to the prompt. A state holds texts and tensors only.
+Media of the data set are stored as references to the prompt. The state has only texts and tensors.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class ConversationStore:
 
         Args:
             number: Number of the row.
-            row: A row with a transcript.
-            own: The prompt in the data, to whose media the result refers.
+            row: A rollout with a transcript.
+            own: The unchanged prompt of the data set; its media are stored as references.
         """
         assert row.transcript is not None
         media: dict[str, str] = {}
@@ -82,9 +82,9 @@ class ConversationStore:
                 self.media.setdefault(digest, _bytes_tensor(base64.b64decode(data)))
 
     def read(self, number: int, own: Prompt) -> tuple[Prompt, Transcript, list[Outcome]] | None:
-        """Rebuild the prompt, transcript and outcomes of a row; None for a row without a conversation.
+        """Rebuild the prompt, transcript and outcomes of a stored conversation; None if a row has none.
 
-        `own` is the prompt in the data.
+        `own` is the unchanged prompt of the data set.
         """
         if number not in self.texts:
             return None

@@ -39,7 +39,7 @@ class Offline:
     notes: frozenset[str] = frozenset()
     reads_answers = True
     needs_answers = True  # every prompt must have a recorded answer
-    makes = ""  # the data decide between texts and images
+    makes = ""  # kind of outcomes: depends on the data
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class WithDemos:
     A prompt without recorded answers keeps all its rollouts. Replaced rollouts are never sampled.
     """
 
-    notes: frozenset[str] = frozenset()  # a demonstration was not sampled: it has no log-probabilities
+    notes: frozenset[str] = frozenset()  # demonstrations have no log-probabilities
     reads_answers = True
 
     def __init__(self, engine: Engine, *, per_group: PositiveInt = 1) -> None:
@@ -145,7 +145,7 @@ class WithMismatched:
         distinct = {prompt.uid: prompt for prompt in prompts}
         wanted = [prompt for uid, prompt in distinct.items() for _ in range(max(1, counts[uid] - 1))]
         rows = self.engine.rollout(wanted)
-        # Reversed, so that the first row of a prompt overrides its later rows.
+        # In reverse, so that the first row of each prompt remains in the dict.
         first = {row.prompt.uid: row.outcomes[-1] for row in reversed(rows)}
         ring = list(distinct)
         mismatched = []
@@ -154,7 +154,7 @@ class WithMismatched:
                 row = self.policy.encode(distinct[uid], first[following])
                 last = row.outcomes[-1]
                 tags = {**last.tags, "unrelated": "yes"}
-                # `recorded` is left out, because these rewards belong to the other prompt.
+                # Without `recorded`: these rewards belong to the other prompt.
                 outcome = Outcome(last.text, last.image, last.video, last.times, last.end, tags=tags)
                 mismatched.append(replace(row, outcomes=(outcome,)))
         return (*rows, *mismatched)

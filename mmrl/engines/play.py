@@ -29,11 +29,11 @@ class Match:
 
     prompt: Prompt
     index: int  # number of the game among the games about this prompt
-    round: int  # round of the step; a later round may draw the prompt again
+    round: int  # sampling round in the step, part of the name
     state: Any
     turns: list[Turn] = field(default_factory=list)
     rows: list[Trajectory] = field(default_factory=list)
-    frozen: list[bool] = field(default_factory=list)  # for each turn, whether the frozen policy took it
+    frozen: list[bool] = field(default_factory=list)  # per turn: by the frozen policy?
     num_turns: int = 0
 
     @property
@@ -74,7 +74,7 @@ class Play:
     """
 
     notes: frozenset[str] = frozenset()
-    row_per_turn: ClassVar[bool] = True  # so that pieces for turns find an outcome per turn
+    row_per_turn: ClassVar[bool] = True  # each turn of a game is a row with its own outcome
 
     @staticmethod
     def copies_engine(options: Mapping[str, Any]) -> bool:
@@ -140,7 +140,7 @@ class Play:
                     f"{type(self.game).__name__}.observe must return messages (`mmrl.core.types.Message`) "
                     f"for '{player}', not {messages!r:.80}"
                 )
-            # The uid keys the random draws of the inner engine, so every turn has its own uid.
+            # Give every turn a unique uid, because the inner engine keys random draws by uid.
             tags = dict(self.game.tags(match.state, player))
             prompt = replace(
                 match.prompt,
@@ -175,7 +175,7 @@ class Play:
             match.frozen.append(against[place])
 
     def _recorded(self, match: Match, unfinished: bool) -> list[Mapping[str, float]]:
-        """Return the rewards of every turn from the rules; raises `ValueError` if the rules fail."""
+        """Return the rewards that the rules record for every turn; raises `ValueError` if the rules fail."""
         number = len(match.turns)
         which = f"the game '{match.name}' of {type(self.game).__name__}, "
         which += f"which `max_turns` cut after {number} turns" if unfinished else f"of {number} turns"

@@ -1,4 +1,4 @@
-"""An engine that runs the preceding engines of the configuration in Ray actors, each with its own model.
+"""An engine that runs the engines before it in the configuration in Ray actors, each with its own model.
 
 A rollout depends only on its prompt, the random streams and the weights. Every request contains these inputs,
 so that an actor that dies can be restarted and get the same request again.
@@ -48,7 +48,7 @@ class RolloutReply:
     """The reply of a worker: rows, the index of each row's prompt in the request, and metrics of engines."""
 
     rows: Rollouts
-    places: tuple[int | None, ...]  # None: the engine changed the prompt; the row contains the new prompt
+    places: tuple[int | None, ...]  # None: the row contains a prompt that the engine changed
     metrics: Mapping[str, float]
     seconds: float  # working time
 
@@ -94,7 +94,7 @@ class Worker:
         return self.chains[key]
 
     def _pack(self, row: Trajectory, place: int | None) -> Trajectory:
-        if place is None:  # the trainer does not have this prompt
+        if place is None:  # changed by an engine, unknown to the trainer
             return row
         row = self.policy.pack(row) if isinstance(self.policy, Portable) else row
         return replace(row, prompt=None)
@@ -117,7 +117,7 @@ class Servers:
         self.policy, self.version, self.weights, self.seen = policy, 0, None, ""
         parts = recipe.policy, recipe.seed, recipe.stage
         self.actors = Actors(Worker, parts, workers, "the workers of `ray_workers`")
-        self.busy, self.since = 0.0, 0.0  # working seconds of all workers since the time `since`
+        self.busy, self.since = 0.0, 0.0  # seconds of work, and since when
 
     def publish(self) -> None:
         """Publish the trained weights in Ray's object store, if they changed.
@@ -129,7 +129,7 @@ class Servers:
         from safetensors.torch import save
 
         weights = trained(self.policy.module)
-        if any(map(is_shard, weights.values())):  # `send` published the gathered weights before
+        if any(map(is_shard, weights.values())):  # sharded: `send` has published them
             return
         if (seen := of_tensors(weights.values())) == self.seen:
             return
@@ -177,7 +177,7 @@ class RayWorkers:
     address: str = ""
     timeout: PositiveFloat = 1800.0
     max_restarts: NonNegativeInt = 3
-    notes: ClassVar[frozenset[str]] = frozenset()  # the wrapped engines declare their notes
+    notes: ClassVar[frozenset[str]] = frozenset()  # declared by the wrapped engines
     answers_elsewhere: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

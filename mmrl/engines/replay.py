@@ -36,7 +36,7 @@ MAX_BYTES = 1 << 30  # default limit of the stored conversations
 
 
 class Memory:
-    """A replay buffer: rows of earlier steps in one or more reward tables, and the step of each row."""
+    """A replay buffer: rollouts of earlier steps as rows of reward tables, with the step of each."""
 
     notes: frozenset[str] = frozenset()
 
@@ -82,7 +82,7 @@ class Memory:
         """
         rows = self.engine.rollout(prompts)
         changed = {prompt.uid for prompt in prompts if not self._of_data(prompt)}
-        # The prompt of a conversation may end with what an environment showed.
+        # An environment may have appended its first observation to the prompt.
         same = [
             row.prompt.uid not in changed if row.transcript else self._of_data(row.prompt) for row in rows
         ]
@@ -113,7 +113,7 @@ class Memory:
             replace(outcome, end=end, tags={**outcome.tags, REPLAY: "yes"})
             for outcome, end in zip(outcomes, ends, strict=True)
         )
-        # Marked, because metrics of the mismatch between engine and policy skip replayed rows.
+        # Tag it: metrics of the mismatch between engine and policy skip replayed rows.
         notes = {**row.notes, "replayed": torch.ones(length)}
         return replace(row, outcomes=outcomes, notes=notes)
 
@@ -147,7 +147,7 @@ class Memory:
         return self.stored.ids[STORED][:, 0].tolist() if len(self.stored) else []
 
     def keep_whole(self, rows: Tensor) -> None:
-        """Keep stored rows in the mask `rows` (M,), except rows of episodes not wholly in the mask."""
+        """Keep the stored rows in the mask `rows` (M,), but drop episodes that are only partly in it."""
         episode = episode_index(self.stored)
         self.keep(~torch.isin(episode, episode[~rows]))
 
@@ -218,7 +218,7 @@ def among(uids: Sequence[str], wanted: Iterable[str]) -> Tensor:
 
 
 def answers_of(table: RewardTable, rows: Tensor) -> list[Tensor]:
-    """Divide rows (n,) of a table into answers: all rows of a conversation, or a single row."""
+    """Group rows (n,) of a table by answer: all rows of a conversation, or a single row."""
     episode = episode_index(table.select(rows))
     return [rows[episode == one] for one in dict.fromkeys(episode.tolist())]
 
@@ -278,14 +278,14 @@ class WithReplay(Memory):
         back = self.bring_back(rows)
         episode = episode_index(table)
         alive = torch.isin(episode, episode[alive])  # all rows of a conversation
-        # Two groups of a prompt from different steps stay two groups.
+        # Groups of the same prompt from different steps stay separate.
         tables = [of_step(one, "group", self.stream.step) for one in (table, credit)]
         self.remember(alive, *tables, rollouts=collection.rollouts)
         self.keep_whole(torch.arange(len(self.steps)) >= len(self.steps) - self.capacity)
         return ~torch.isin(units, dead[:count]), back[0], back[1]
 
     def _units(self, table: RewardTable) -> Tensor:
-        """Return the index of each row's unit of replacement: its conversation, or its group."""
+        """Return the index of the unit that is replaced as a whole: each row's conversation or group."""
         return episode_index(table) if self.granularity == "row" else group_index([table.group])
 
     def _choose(self, wanted: int, eligible: Tensor) -> tuple[Tensor, int]:
@@ -302,7 +302,7 @@ class WithReplay(Memory):
 
 
 class ByPrompt(Memory):
-    """A replay buffer of right and wrong answers per prompt; it acts before advantages are computed."""
+    """A replay buffer of right and wrong answers per prompt; replays before advantages are computed."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A model that answers the questions of another evaluation toolkit with the engine of a configuration."""
+"""Adapter for other evaluation toolkits: answers their questions with mmrl's engine."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from mmrl.inference.sources import ModelSource, with_options
 
 log = logging.getLogger("mmrl")
 LENGTHS = ("max_new_tokens", "max_gen_toks", "max_tokens")  # names for the option max_completion_length
-OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # filters of sampling, with the values that turn them off
+OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # neutral values of sampling filters
 NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0, "skip_special_tokens": True, "n": 1}
-OF_OTHERS = ("image_aspect_ratio",)  # settings of the image processor of LLaVA
+OF_OTHERS = ("image_aspect_ratio",)  # lmms-eval's settings for LLaVA's processor
 PARAGRAPH = "\n\n"
 
 
 @dataclass
 class BenchmarkModel:
-    """The model of a source, loaded at the first question; it has one engine per set of sampling options.
+    """A model loaded at its first question, with one engine per set of sampling options.
 
     Raises ConfigError for a source with invalid pieces or missing packages, without loading anything.
     """
@@ -54,7 +54,7 @@ class BenchmarkModel:
 
     @property
     def engine(self) -> Engine:
-        """The engine that answered first."""
+        """The engine of the first session."""
         return next(iter(self._sessions.values())).engine
 
     def has_option(self, name: str) -> bool:
@@ -69,7 +69,7 @@ class BenchmarkModel:
         Args:
             options: Options of the engine.
             until: Texts that end an answer.
-            make: Functions that make the prompts, given the reader of their images and videos.
+            make: One function per prompt, which builds it with the given media reader.
 
         Returns: One rollout per prompt, without the inputs of the forward pass.
         """
@@ -81,7 +81,7 @@ class BenchmarkModel:
 
 
 def _cut(row: Trajectory, until: Sequence[str]) -> Trajectory:
-    """Cut the text of an answer before the first stop text, and drop what only training reads."""
+    """Cut an answer's text before the first stop text, and drop model inputs that only training reads."""
     last = row.outcomes[-1]
     text = last.text
     if text is None:
@@ -135,10 +135,10 @@ def _name_once(name: str, place: str) -> None:
 
 
 def prompt_from(uid: str, messages: Sequence[Mapping[str, Any]], read: ReadMedia) -> Prompt:
-    """Make a prompt of messages whose parts are {"type": ..., "value" or "url" or "text": ...}.
+    """Create a prompt from messages whose parts are {"type": ..., "value" or "url" or "text": ...}.
 
-    Texts stay as they are: a word such as <image> is no placeholder. Raises ConfigError for a part of
-    another type and for keys that nobody reads, such as the start of a part of a video.
+    Texts are not changed: a word such as <image> is no placeholder. Raises ConfigError for a part of
+    another type, and for unsupported keys, such as the start time of a video clip.
     """
     made = []
     for message in messages:
@@ -157,5 +157,5 @@ def prompt_from(uid: str, messages: Sequence[Mapping[str, Any]], read: ReadMedia
 
 
 def _is_clip(value: Any) -> bool:
-    """Whether a value names seconds of a longer video, which the reader of videos does not cut."""
+    """Whether a value selects an interval of a video, which is not supported."""
     return isinstance(value, Mapping) and bool({"video_start", "video_end"} & value.keys())

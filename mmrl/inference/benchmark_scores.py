@@ -1,4 +1,4 @@
-"""Metrics with bootstrap intervals from the scores per sample of another evaluation toolkit."""
+"""Metrics with bootstrap intervals, from another evaluation toolkit's per-sample scores."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def summarize(
     engine: Engine,
     config: Config | EvaluateConfig,
 ) -> tuple[Measured, tuple[str, ...]]:
-    """Compute the metrics of rollouts that have scores, with bootstrap intervals over prompts.
+    """Aggregate the scores of rollouts to metrics, with bootstrap intervals over prompts.
 
     The metric NAME is the toolkit's own total. If it is the mean of the scores, it has an interval. If not,
     it has none, and NAME/mean is the mean of the scores with its interval.
@@ -91,7 +91,7 @@ def summarize(
         total, mean = totals.get(name), means.get(name, math.nan)
         if total is not None:
             metrics[name] = total
-        # A percentage of scores that are all 0 equals their mean, but its interval has another scale.
+        # If all scores are 0, a total in percent equals their mean, but its interval is 100 times wider.
         equal = total is not None and mean != 0 and math.isclose(total, mean, rel_tol=1e-6)
         is_mean = equal or name in averaged
         if name in means and not is_mean:

@@ -1,4 +1,4 @@
-"""Why two evaluations differ: settings, stored answers scored again, and prompts rendered again."""
+"""Explanation of why two evaluations differ, by scoring stored answers and rendering prompts again."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ from mmrl.runtime.folders import mark_of
 from mmrl.runtime.reward_calls import RewardFault
 from mmrl.training.resolved import resolve_defaults
 
-SCORING = ("evaluation.rewards", "evaluation.metrics", "evaluation.correct")  # settings of stored answers
-PROMPTS = ("policy", "evaluation.data")  # settings that may change prompts
+SCORING = ("evaluation.rewards", "evaluation.metrics", "evaluation.correct")  # settings of scoring
+PROMPTS = ("policy", "evaluation.data")  # settings that rendering can test
 NOT_COMPARED = {"settings", "cost_metrics", "target_metric", "greater_is_better", "imports", "output_dir"}
 SIMPLE = re.compile(r"(?!(?i:true|false|null|yes|no|on|off)$)[A-Za-z/.][\w./:-]*")  # a text without quotes
 # Errors of rewards, data and models that are reported as the reason why an effect is unknown.
@@ -64,12 +64,12 @@ FAULTS = (ValueError, RewardFault, OSError, ImportError)
 
 @dataclass(frozen=True)
 class StoredEvaluation:
-    """An evaluation on disk: its answers, and what its folder records about how they were made.
+    """An evaluation on disk: its answers, and the configuration and record in its folder.
 
     Args:
         predictions: The stored answers.
         config: The configuration; None if the folder does not record it.
-        weights: Where the weights come from, if not from `policy.model`.
+        weights: Checkpoint or folder with the weights, if not `policy.model`.
         record: Contents of the folder's marker file.
     """
 
@@ -117,7 +117,7 @@ class StoredEvaluation:
 
     @cached_property
     def scored_again(self) -> Rescored:
-        """The answers scored with their own rewards; ConfigError unless they get the stored rewards."""
+        """The answers, scored again with unchanged rewards; ConfigError if they differ from the stored."""
         again = rescore(self, {})
         before, after = by_prompt(self.predictions), by_prompt(again.predictions)
         pairs = [pair for uid in before for pair in zip(before[uid], after[uid], strict=True)]
@@ -133,13 +133,13 @@ class StoredEvaluation:
         return again
 
     def command(self, setting: str, value: Any) -> str:
-        """Return the command that evaluates again with one other setting; "" if no command is recorded."""
+        """Return the shell command to repeat the evaluation with one setting changed; "" if unknown."""
         if "command" not in self.record or not inside(setting, "policy", "evaluation", "seed"):
             return ""
         folder = f"output_dir={self.predictions.path.parent}-{setting.rpartition('.')[2]}"
         listed = re.match(r"evaluation\.(engine|rewards)", setting)
         if listed and self.config and not self.record["of"]["evaluation"].get(listed[1]):
-            # The list is that of the training, so the override has to name it whole.
+            # A single item of a list cannot be overridden: give the whole list.
             changed = changed_config(self.config, {setting: value})
             setting, value = listed[0], as_plain(vars(changed.evaluation)[listed[1]])
         value = None if value is ABSENT else value
@@ -150,7 +150,7 @@ class StoredEvaluation:
 
 
 def read_stored(path: Path) -> StoredEvaluation:
-    """Read an evaluation, or the last one of a training run, with what its folder records.
+    """Read an evaluation, or a training run's last one, with the records in its folder.
 
     Raises ConfigError if there are no predictions, or the recorded configuration cannot be read any more.
     """
@@ -174,10 +174,10 @@ def read_stored(path: Path) -> StoredEvaluation:
 
 
 def explain(first: StoredEvaluation, second: StoredEvaluation) -> Explanation:
-    """List the settings that differ, and determine without a model what each changed in the first.
+    """List the settings that differ, with the effect of each on the first evaluation, without a model.
 
-    Settings of rewards and metrics score the stored answers again. Settings of the policy and the data
-    render the prompts again. All others need a run.
+    Settings of rewards and metrics are tested by scoring the stored answers again, those of policy and
+    data by rendering the prompts again. All others need a new evaluation.
     """
     stored = stored_prompts(first.predictions, second.predictions)
     if first.config is None or second.config is None:
@@ -185,7 +185,7 @@ def explain(first: StoredEvaluation, second: StoredEvaluation) -> Explanation:
         note = f"no settings are recorded for {' and '.join(names)}, so only answers are compared"
         return Explanation((), stored, [note])
     changed = differences(first.settings, second.settings)
-    # Code of different pieces always differs.
+    # Skip the code hashes of different pieces, which always differ.
     changed = {k: (a, b) for k, (a, b) in changed.items() if not inside(k, "code") or same_name(a, b)}
     answered = first.uids
     rendering = Rendering(first, [uid for uid in by_prompt(second.predictions) if uid in answered])
@@ -211,7 +211,7 @@ def explain(first: StoredEvaluation, second: StoredEvaluation) -> Explanation:
 
 
 def changed_config(config: EvaluateConfig, changes: Mapping[str, Any]) -> EvaluateConfig:
-    """Return a configuration with some settings of another one, by dotted key."""
+    """Copy a configuration and set the given dotted keys to another configuration's values."""
     plain = deepcopy(as_plain(replace(config, settings={})))
     for key, value in changes.items():
         if value is ABSENT:
@@ -281,10 +281,10 @@ def rescore(stored: StoredEvaluation, changes: Mapping[str, Any]) -> Rescored:
 
 
 def _with_rewards(predictions: Predictions, rows: Sequence[Row], measured: Measured) -> Predictions:
-    """Replace the rewards of stored answers by those of an evaluation of the same answers."""
+    """Replace the rewards of stored answers by those of a new scoring of the same answers."""
     columns = columns_of(measured.rollouts, measured.table)
     new = {name: column for name, column in columns.items() if name == "reward" or name.startswith("reward/")}
-    # Measured rows are ordered by prompt; stored rows of several processes may not be.
+    # Match by prompt: rows stored by several processes may be in another order.
     ordered = [row for group in by_prompt(predictions).values() for row in group]
     old = {name for name in ordered[0] if name in ("reward", "correct") or name.startswith("reward/")}
     made = [
@@ -295,7 +295,7 @@ def _with_rewards(predictions: Predictions, rows: Sequence[Row], measured: Measu
 
 
 def rescored_metrics(stored: StoredEvaluation, changes: Mapping[str, Any]) -> list[MetricChange]:
-    """Compare the metrics of stored answers before and after a change of settings, with paired intervals."""
+    """Compare metrics of stored answers before and after settings change, with paired intervals."""
     before, after = stored.scored_again, rescore(stored, changes)
     prompts = len(stored.prompts)
     pairs = [(name, name) for name in after.draws if name in before.draws]
@@ -313,7 +313,7 @@ def rescored_metrics(stored: StoredEvaluation, changes: Mapping[str, Any]) -> li
 def rescore_both(
     first: StoredEvaluation, second: StoredEvaluation, by: str | None = None
 ) -> tuple[dict[str, Joined], list[str]]:
-    """Join two evaluations as they were scored, and with the answers of each under the other's rewards.
+    """Join two evaluations three ways: stored rewards, and both scored with either's rewards.
 
     Returns:
         The joined evaluations by title, "" for the rewards as evaluated (left out if none is in both), and
@@ -331,7 +331,7 @@ def rescore_both(
         if not any(inside(key, "evaluation.rewards") for key in changes):
             continue
         try:
-            assert stored.scored_again  # the stored rewards are reproduced
+            assert stored.scored_again  # raises unless rescoring reproduces the stored rewards
             again = rescore(stored, changes).predictions
             pair = (again, both[1]) if stored is first else (both[0], again)
             joined[f"both with the rewards of {other.predictions.path.parent}"] = join(*pair)
@@ -344,7 +344,7 @@ def rescore_both(
 
 
 def scoring_changes(stored: StoredEvaluation, other: StoredEvaluation) -> dict[str, Any]:
-    """Return the changes that score the answers of `stored` as `other` scores its own; {} if none differ."""
+    """Return the reward and metric settings of `other` that differ from those of `stored`."""
     if stored.config is None or other.config is None:
         return {}
     changed = differences(stored.settings, other.settings)
@@ -355,7 +355,7 @@ def scoring_changes(stored: StoredEvaluation, other: StoredEvaluation) -> dict[s
 
 
 class Rendering:
-    """Prompts of an evaluation as the model reads them, rendered without weights for changed settings."""
+    """Rendered prompts (chat template, input hashes) of an evaluation, also under changed settings."""
 
     def __init__(self, stored: StoredEvaluation, uids: Sequence[str]) -> None:
         self.stored, self.uids = stored, uids
@@ -364,7 +364,7 @@ class Rendering:
 
     @cached_property
     def renderer(self) -> Any:
-        """The prompt check of the policy, which renders if it is a `RendersPrompts`; None without one."""
+        """The policy's weightless prompt check, if it can render prompts; otherwise None."""
         return self._renderer(self.config)
 
     @cached_property

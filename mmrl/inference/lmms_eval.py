@@ -1,4 +1,4 @@
-"""Evaluation with lmms-eval: a model class of lmms-eval, and its scores as an evaluation of mmrl."""
+"""Evaluation with lmms-eval: a model class for lmms-eval, and conversion of its scores to mmrl's metrics."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _results(model: Any, tasks: Any, options: Options, folder: Path) -> dict[str
             bootstrap_iters=0,
             cli_args=args,
         )
-    except retried as error:  # the code of a task failed five times
+    except retried as error:  # lmms-eval gave up after retries
         cause = error.last_attempt.exception()
         raise ConfigError(f"a task of '{options.task}' failed: {type(cause).__name__}: {cause}") from error
 
@@ -156,7 +156,7 @@ def _check_installed() -> None:
 
 
 def _task_manager(options: Options) -> Any:
-    """Make lmms-eval's task manager, which refuses tasks that ask for anything but generated text."""
+    """Create a task manager of lmms-eval that refuses tasks with requests other than text generation."""
     tasks = importlib.import_module("lmms_eval.tasks")
     subtasks = importlib.import_module("lmms_eval.evaluator_utils").get_task_list
     retried = importlib.import_module("tenacity").RetryError
@@ -165,12 +165,12 @@ def _task_manager(options: Options) -> Any:
         raise ConfigError(f"include_path: there is no folder '{options.include_path}'")
 
     class Tasks(tasks.TaskManager):
-        averaged: dict[str, set[str]] = {}  # by task, the metrics that are means of the samples
+        averaged: dict[str, set[str]] = {}  # task -> metrics that are sample means
 
         def load_task_or_group(self, task_list=None, task_type="chat"):
             try:
                 loaded = super().load_task_or_group(task_list, task_type)
-            except Exception as error:  # the code of a task, or of the data sets that it reads
+            except Exception as error:  # raised by the task's own code
                 cause = error.last_attempt.exception() if isinstance(error, retried) else error
                 text = f"lmms_eval cannot load '{options.task}': {type(cause).__name__}: {cause}"
                 raise ConfigError(text) from error
@@ -192,7 +192,7 @@ def _task_manager(options: Options) -> Any:
 
 @cache
 def model_class() -> type:
-    """Make the model class, which derives from lmms-eval's base class; needs lmms_eval."""
+    """Create the model class, a subclass of lmms-eval's base class; requires lmms_eval."""
     base = importlib.import_module("lmms_eval.api.model").lmms
     instance = importlib.import_module("lmms_eval.api.instance")
 
@@ -253,7 +253,7 @@ def model_class() -> type:
 
 
 def manifest() -> Any:
-    """Return the manifest of the model `mmrl`, for lmms-eval's entry points `lmms_eval.models`."""
+    """Return the manifest by which lmms-eval's entry point `lmms_eval.models` finds the model `mmrl`."""
     registry = importlib.import_module("lmms_eval.models.registry_v2")
     return registry.ModelManifest("mmrl", chat_class_path=f"{__name__}.Mmrl")
 

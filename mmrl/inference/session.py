@@ -84,7 +84,7 @@ class Session:
         """Answer a question; for a list of questions, return a list of answers.
 
         A vision-language model returns a text. A flow model returns a PIL image, or the frames of a video as
-        a list of PIL images. Random numbers depend on the seed and on how many questions came before, so
+        a list of PIL images. Random numbers depend on the seed and the number of earlier questions, so
         the same sequence of calls returns the same answers.
 
         Args:
@@ -129,7 +129,7 @@ class Session:
         questions, read = [], self.media_reader()
         media = _per_prompt(images, len(prompts), "images"), _per_prompt(videos, len(prompts), "videos")
         for question, shown, filmed in zip(prompts, *media, strict=True):
-            given = {"image": as_list(shown), "video": as_list(filmed)}  # a single medium needs no list
+            given = {"image": as_list(shown), "video": as_list(filmed)}  # accepts a single medium
             prompt = prompt_of(f"p{self._asked + len(questions)}", question, given, read=read)
             questions.append(replace(prompt, columns=columns))
         self._asked += len(questions)

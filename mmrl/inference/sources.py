@@ -134,7 +134,7 @@ def _parsed(raw: dict[str, Any]) -> Config | EvaluateConfig:
 
 
 def _option(source: ModelSource, name: str, value: Any) -> dict[str, Any]:
-    """Return a configuration change that sets an option, in the first engine that has this option."""
+    """Return an override that sets an option in the first engine that has it."""
     taken = {i: find("engine", piece.name).options for i, piece in enumerate(source.engines)}
     at = next((i for i, options in taken.items() if name in options), None)
     if at is None:
@@ -177,9 +177,9 @@ def _checkpoint(run: Path, model: Path, overrides: Sequence[str]) -> ModelSource
     """Return the configuration of a run, with a policy that loads the weights of a checkpoint."""
     raw = read(run / "config.yaml")
     options = as_mapping(raw["policy"])
-    # Adapters of several roles are in one subfolder each.
+    # Adapters of several roles are in separate subfolders.
     adapted = any(next(model.glob(f"{inside}{name}"), None) for name in ADAPTERS for inside in ("", "*/"))
-    # A checkpoint of all weights replaces the base model, which then does not need to exist any more.
+    # A checkpoint with all weights replaces the base model, which need not exist any more.
     replaces = "model" in options and not adapted and not options.get("transform")
     if replaces:
         raw = merge(raw, {"policy": {"model": str(model)}})
@@ -204,7 +204,7 @@ def _model(name: str, overrides: Sequence[str]) -> ModelSource:
     """Return the preset configuration for a model folder or hub id, plus exported transforms and cache."""
     folder, policy, engine = _folder(name), {"model": name}, {}
     if folder is not None:
-        # If only a second network has an adapter, its file is in a subfolder.
+        # If only a pipeline's second network has an adapter, its file is in a subfolder.
         adapted = next((file for at in ("", "*/") for file in folder.glob(at + ADAPTERS[1])), None)
         if adapted and not (folder / PIPELINE).is_file():
             raise ConfigError(
@@ -279,7 +279,7 @@ def _cache(folder: Path) -> dict[str, Any]:
 
 
 def _registered(kind: str, piece: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a piece from a model folder; raise if it is not of mmrl, as a folder must not import code."""
+    """Look up a piece named in a model folder; refuse foreign code, which a folder must not import."""
     match piece:
         case {"name": str(name)} if re.fullmatch(r"\w+\.\w+", name):
             find(kind, name)

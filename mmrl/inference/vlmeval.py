@@ -1,4 +1,4 @@
-"""Evaluation with VLMEvalKit: its questions and scoring, our answers, as an evaluation of mmrl."""
+"""Evaluation with VLMEvalKit's questions and scoring, and answers of mmrl's engine."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _evaluate(model: BenchmarkModel, name: str, dataset: Any, options: Options, 
         advance("answering", len(rows), len(asked))
     answered = samples.drop(columns=[column for column in ("image",) if column in samples])
     answered = answered.assign(prediction=[row.outcomes[-1].text for row in rows])
-    # Scoring reuses, and unpickles, what an earlier call left in its folder, so the folder is a new one.
+    # Score in a new folder: VLMEvalKit would unpickle and reuse the files of an earlier call.
     with tempfile.TemporaryDirectory() as work:
         file = Path(work) / f"mmrl_{name}.tsv"
         # Its own writer quotes every cell; without quotes a carriage return inside an answer ends the row.
@@ -111,7 +111,7 @@ def _evaluate(model: BenchmarkModel, name: str, dataset: Any, options: Options, 
 
 
 def _prompt(dataset: Any, name: str, line: Any, video: Mapping[str, Any], read: ReadMedia) -> Prompt:
-    """Make the prompt of a sample; VLMEvalKit gives text, images and videos as {"type", "value"}."""
+    """Create the prompt of a sample from VLMEvalKit's parts {"type", "value"}: text, images, videos."""
     parts = dataset.build_prompt(line, **video)
     return prompt_from(f"{name}/{line['index']}", [{"role": "user", "content": parts}], read)
 
@@ -129,9 +129,9 @@ def _scores(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def totals_of(returned: Any) -> dict[str, float]:
-    """Convert what `evaluate` of a data set returns to totals: numbers of a dictionary or of a table.
+    """Convert the result of VLMEvalKit's `evaluate`, a dictionary or a table, to totals by name.
 
-    The rows of a table with several rows are told apart by their texts, such as the split: `dev/Overall`.
+    Totals of a table with several rows are prefixed by the row's texts, such as the split: `dev/Overall`.
     """
     if not isinstance(returned, Mapping) and not hasattr(returned, "to_dict"):
         return {}

@@ -54,7 +54,7 @@ def attend_merged(
         prefix_mask = groups.tile(prefix_mask, repeats)
     causal = own_mask is None and num > 1
     if causal and length != num:
-        # The kernel's causal mask aligns the first query and key; here the last query and key must align.
+        # The kernel's causal mask aligns the first query with the first key; here the last ones must align.
         own_mask, causal = causal_mask(num, length, query), False
     # With one new token, the query heads that share a key head are queries of one product: (N h, 1, H/h, D).
     # With several, each query head gets a view of its key head (no copy), so that the kernel's causal mask
@@ -120,8 +120,8 @@ def attend_padded(
         mask=None,
         scaling=scaling,
     )
-    # Older and newest own tokens are separate parts: older tokens need one mask line per row, and the newest
-    # use the causal mask of the kernel. So no mask has the size of all scores.
+    # Treat older and newest own tokens as separate parts: older tokens need one mask line per row, the newest
+    # only the kernel's causal mask. So no mask has the size of all scores.
     keys, values = (x.flatten(0, 1)[:, None].expand(-1, heads // kv_heads, -1, -1) for x in own)
     mask = own_mask[..., :older].repeat_interleave(kv_heads, 0)
     newest = causal_mask(num, num, query, window) if 0 < window < num else None
@@ -142,7 +142,7 @@ def attend_padded(
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Attention to one part of the keys; `fold` and `unfold` reshape queries and outputs for this part."""
+    """Attention to a subset of the keys (prompt or own tokens), with its reshaping of queries and outputs."""
 
     fold: Callable[[Tensor], Tensor]
     unfold: Callable[[Tensor], Tensor]
@@ -269,7 +269,7 @@ def _gradients(
     if query.is_cuda:
         lengths, none = (query.shape[2], keys.shape[2]), norm.new_empty(0, dtype=torch.int64)
         flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
-        # None: sequences are not packed; `none`: no random state, because there is no dropout.
+        # Arguments: no packed sequences (None) and no dropout state (`none`).
         return flash(*tensors, None, None, *lengths, 0.0, causal, none, none, scale=scaling)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return kernel(*tensors, 0.0, causal, attn_mask=mask, scale=scaling)

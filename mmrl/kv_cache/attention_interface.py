@@ -26,11 +26,12 @@ _RECORDED: ContextVar[list[Tensor] | None] = ContextVar("recorded", default=None
 
 
 def register(base: str) -> str:
-    """Register an attention function for cache layers that passes tensors to `base`; return its name.
+    """Register an attention function with transformers that reads this package's caches; return its name.
 
-    The mask function of `base` is registered too, because transformers silently omits masks otherwise. The
-    name UNMASKED gets no mask function on purpose: shared prefixes know their padding, and creating a mask in
-    each step would cost time.
+
+    Plain tensors are passed to the implementation `base`, such as sdpa. Its mask function is registered, too:
+    transformers silently omits masks otherwise. UNMASKED gets none on purpose: shared prefixes know their
+    padding, and creating a mask in each step would cost time.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -40,7 +41,7 @@ def register(base: str) -> str:
     name = PREFIX + base
     AttentionInterface.register(name, partial(attend, base))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
-    AttentionInterface.register(UNMASKED, partial(attend, "none"))  # for cache layers only, not for tensors
+    AttentionInterface.register(UNMASKED, partial(attend, "none"))  # supports cache layers only
     return name
 
 
@@ -106,7 +107,7 @@ def attend(
             scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
             if layer.pending is None:
                 return layer.attend(query, attention_mask, scaling), None
-            # First pass over a prompt: the recipe uses the queries to select the tokens to store.
+            # First pass over a prompt: cache methods score tokens by these queries, to select which to store.
             key, value = layer.pending  # read before `score`, which clears it after the last layer
             repeats = len(query) // len(key)
             layer.recipe.score(layer, query[::repeats], scaling)
@@ -123,7 +124,7 @@ def attend(
                 recorded.append(key)
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    # Each modeling file of transformers has its own eager function.
+    # Eager attention is defined in each modeling file of transformers.
     eager = getattr(inspect.getmodule(type(module)), "eager_attention_forward", None)
     function = ALL_ATTENTION_FUNCTIONS.get_interface(base, eager)
     return function(module, query, key, value, attention_mask, scaling=scaling, **others)

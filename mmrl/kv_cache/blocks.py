@@ -86,7 +86,7 @@ class CodedBlock:
         return packed, scale, low, low.mT
 
     def dots(self, query: Tensor) -> Tensor:
-        # Requires one scale per channel. Groups have different scales, so queries are scaled for each group.
+        # Requires one scale per channel. Queries are multiplied by the scales, separately for each group.
         groups = self.codes.packed.shape[2]
         packed, scale, _, low = self._flat
         each = self._rotate(query).flatten(0, 1)

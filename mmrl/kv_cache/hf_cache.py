@@ -1,4 +1,4 @@
-"""Caches for transformers: one class for shared prompts and for quantised formats."""
+"""Cache classes for transformers, for shared prompts and quantised formats."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def make_cache(
     return derive(PromptCache)([layer(each, layout, heads, size, fused=fused) for each in recipes])
 
 
-LARGER: list[str] = []  # holds the warning of `warn_of_larger` after it was given once
+LARGER: list[str] = []  # not empty once `warn_of_larger` has warned
 
 
 def warn_of_larger(cache: Any, config: Any, tokens: int, dtype: torch.dtype) -> None:
@@ -133,10 +133,10 @@ def warn_of_larger(cache: Any, config: Any, tokens: int, dtype: torch.dtype) -> 
 
 
 def share_prefix(filled: Any, recorded: list[Tensor], mask: Tensor) -> Any | None:
-    """Convert a filled DynamicCache of prompts to a cache in which several rows share a prompt.
+    """Convert a prefilled DynamicCache to a cache in which several rows share a prompt.
 
-    `mask` (prompts, tokens) is 0 for padding. Returns None if attention read other keys (`recorded`) than the
-    keys in the cache: such a model has its own attention, and every row needs a copy of its prompt.
+    `mask` (prompts, tokens) is 0 for padding. Returns None if attention read keys (`recorded`) that are
+    not those in the cache: such models cannot share prompts, and each row needs a copy.
     """
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -163,7 +163,7 @@ def derive(kind: type) -> type:
     from transformers.cache_utils import Cache, CacheLayerMixin
 
     if issubclass(kind, CacheLayer):
-        return type("PromptCacheLayer", (kind, CacheLayerMixin), {})  # pruned models look for this name
+        return type("PromptCacheLayer", (kind, CacheLayerMixin), {})  # pruned models check for this name
     return type("PromptCache", (kind, Cache), {})
 
 
@@ -178,7 +178,7 @@ class PromptCache:
 
     @property
     def own_layers(self) -> list[QuantizedLayer] | list[SharedPrefixLayer]:
-        """The layers with keys and values; a pruned model appends layers that record removed tokens."""
+        """The layers with keys and values; pruned models append others, which record removed tokens."""
         return self.layers[: self.num_layers]
 
     @property
@@ -237,7 +237,7 @@ class PromptCache:
     def batch_select_indices(self, indices: Tensor) -> None:
         if not self.layers[0].length:  # the cache is still empty
             return
-        # Layers of a pruned model have different layouts; a layout that layers share is selected once.
+        # Layers of a pruned model may have different layouts; select each layout only once.
         layouts = {id(layer.layout): layer.layout for layer in self.own_layers}
         used = {key: layout.select(indices) for key, layout in layouts.items()}
         for layer in self.own_layers:
@@ -279,7 +279,7 @@ class PromptCache:
         def joined(prompts: Tensor, tail: Tensor, window: int) -> Tensor:
             whole = torch.cat([prompts[owner], tail[rows]], 2)
             length = whole.shape[2]
-            # A sliding-window layer stores one token fewer than its window.
+            # A sliding-window layer stores window - 1 tokens.
             stored = min(size, length, max(1, window - 1) if window else size)
             index = (
                 torch.arange(length - stored, length, device=rows.device) - padding[:, None]

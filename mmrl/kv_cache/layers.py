@@ -1,4 +1,4 @@
-"""Cache layers: prompts stored once for all rows that answer them, and the tokens that rows append."""
+"""Cache layers: prompts stored once for all of their rows, and the tokens that rows append."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class SharedPrefixLayer(CacheLayer):
 
     def __init__(self, layout: PromptLayout, keys: Tensor, values: Tensor, window: int) -> None:
         if torch.is_autocast_enabled(keys.device.type):
-            # Attention runs in the precision of autocast, so that queries and keys have the same type.
+            # Store keys in the dtype of autocast, so that queries and keys have the same dtype.
             dtype = torch.get_autocast_dtype(keys.device.type)
             keys, values = (x.to(dtype) if x.dtype != torch.float64 else x for x in (keys, values))
         self.layout, self.keys, self.values, self.window = layout, keys, values, window
@@ -158,7 +158,7 @@ class SharedPrefixLayer(CacheLayer):
             out = attend_padded(query, *pairs, self.layout.groups, scaling, *masks, window=self.window)
             return out.transpose(1, 2)
         prefix = self.layout.prefix_mask(num, length, stored, self.window, self.keys)
-        narrow = 0 < self.window < length  # otherwise the window covers all own tokens
+        narrow = 0 < self.window < length  # else the window covers all own tokens
         own = causal_mask(num, length, self.keys, self.window) if narrow else None
         return attend_merged(query, *pairs, self.layout.groups, scaling, prefix, own).transpose(1, 2)
 
@@ -200,7 +200,7 @@ class QuantizedLayer(CacheLayer):
             self.length += keys.shape[2]
             return (self, self) if self.fused else self.dense()
         if self.layout.length:
-            repeats = len(keys) // len(self.layout.real)  # a later layer; the first layer set up the layout
+            repeats = len(keys) // len(self.layout.real)  # layers after the first, which set up the layout
         else:
             repeats = self.layout.begin(len(keys), keys.shape[2], keys.device)
         self.length = keys.shape[2]
@@ -227,7 +227,7 @@ class QuantizedLayer(CacheLayer):
     def dense(self) -> tuple[Tensor, Tensor]:
         """Return all keys and all values, dequantised, per row and in the order of the model's mask."""
         groups = self.layout.groups
-        # A slot is filled in at most one part and 0 in the others, so the sum joins the parts.
+        # Sum the parts: each slot is filled in at most one of them and 0 in the others.
         return tuple(
             sum(spread(part.dense(groups), part.row_slots(groups), self.length) for part in side)
             for side in self.parts()
@@ -269,7 +269,7 @@ class QuantizedLayer(CacheLayer):
         if self.shared is None:
             return
         if prompts is not None:
-            # Keys and values may share one tensor of slots, and must still share it afterwards.
+            # Keep tensors of slots shared where keys and values share one.
             slots = {id(part.slots): part.slots[prompts] for part in self.shared_parts()}
             self.shared = tuple(
                 [replace(p, block=p.block.select(prompts), slots=slots[id(p.slots)]) for p in side]
@@ -290,7 +290,7 @@ def split_weights(
     ):
         split = weights.split_with_sizes([part.slots.shape[-1] for part in keys], -1)
         return [x if part.shared else groups.unfold(x) for part, x in zip(values, split, strict=True)]
-    # Values are stored in another order than keys: scatter the weights to slots, then gather them.
+    # Scatter the weights to slots, then gather them, as values are stored in another order than keys.
     weights = groups.unfold(weights)
     slots = [per_head(part.row_slots(groups)).expand(-1, weights.shape[1], -1) for part in keys]
     index = torch.cat(slots, -1)[:, :, None].expand(weights.shape).clamp(min=0)

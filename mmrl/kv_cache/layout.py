@@ -89,7 +89,7 @@ class PromptLayout:
         self.groups = RowGroups(torch.zeros(0, dtype=torch.int64), 0)
         self.length = 0  # number of slots of the prompt
         self.pad: Tensor | None = None  # (rows,) number of empty slots before a row's own tokens; None: 0
-        self.slots: dict[str, Tensor] = {}  # slots that the recipe chose, by name, once for all layers
+        self.slots: dict[str, Tensor] = {}  # slots chosen by the recipe, for all layers
         self._hidden: dict[tuple, Any] = {}  # cached masks of the current step
         self._full: dict[str, bool] = {}  # whether the parts with this name have no empty entry
 
@@ -137,7 +137,7 @@ class PromptLayout:
             hidden = ~self.real[:, None, None, self.length - stored :]
             if window:
                 newest = torch.arange(length - num, length, device=like.device)[:, None]
-                # Key j of the prompt is stored - j tokens before the first token that follows the prompt.
+                # Distance of key j to the first token after the prompt: `stored - j` tokens.
                 hidden = hidden | (newest + stored - torch.arange(stored, device=like.device) >= window)
             visible = self._full["padding"] and not window
             self._hidden[key] = None if visible else additive_mask(hidden, like)
@@ -161,7 +161,7 @@ class PromptLayout:
             if window:
                 newest = torch.arange(length - num, length, device=like.device)[:, None]
                 hidden = hidden | (newest - slots >= window)
-                # Key j of the prompt is stored - j tokens before the row's first own token, in slot `pad`.
+                # Distance of key j to the row's first own token, in slot `pad`: `stored - j` tokens.
                 far = newest - pad + stored - torch.arange(stored, device=like.device) >= window
                 far = far | ~self.real[self.groups.owner][:, None, None, self.length - stored :]
                 prefix = self.groups.fold(additive_mask(far, like).repeat(1, 1, repeats, 1))
@@ -198,7 +198,7 @@ class PromptLayout:
         return hidden
 
     def _is_full(self, part: Part) -> bool:
-        # The cached value stays valid until rows or slots change: appended tokens leave no entry empty.
+        # Cached until rows or slots change: appended tokens leave no entry empty.
         if part.name not in self._full or not part.name:
             self._full[part.name] = bool((part.slots >= 0).all())
         return self._full[part.name]

@@ -29,7 +29,7 @@ MAX_QUERIES = 12  # most queries of a block for byte products; with more, float 
 DIGITS, BASE = 3, 256
 MAX_UNITS = (1 << 23) - 0x8100  # fixed-point value of a row's maximum; its highest digit is at most 127
 OFFSET = 0x8080  # makes the two lower digits signed, see `split_digits`
-MIN_UNITS = 1 << 21  # float products are used if int32 sums allow fewer fixed-point units than this
+MIN_UNITS = 1 << 21  # below: use float products
 TINY = 1e-36  # fixed-point unit of a row of zeros
 
 
@@ -66,8 +66,8 @@ def mix(weights: Tensor, packed: Tensor, nbits: int, size: int) -> Tensor:
 
         return triton_kernels.mix(weights, packed, nbits, size)
     (blocks, num, tokens), width = weights.shape, packed.shape[2]
-    # Sums over tokens of one digit (at most 128) times codes must fit into int32. The sums of the three
-    # digits are added as floats, because their total may not fit.
+    # Per digit (at most 128), the sum over tokens of digit times code must fit into int32. The three sums
+    # are added as floats, because their total may not fit.
     if fits_bytes(weights, packed, nbits) and tokens * (2**nbits - 1) << 7 < 1 << 31:
         unit, digits = split_digits(weights, MAX_UNITS)
         pieces = unpack_blocks(packed, nbits)
@@ -91,7 +91,7 @@ def times(x: Tensor, y: Tensor) -> Tensor:
 
 @cache
 def _places(nbits: int, width: int, device: torch.device) -> tuple[torch.dtype, Tensor, Tensor]:
-    """Return the integer type of a word, the shifts (8 / nbits,) and the mask for `unpack_bytes`.
+    """Return the word's integer type, the shifts (8 / nbits,) and the bit mask of `unpack_bytes`.
 
     The word is the widest type whose size divides `width` bytes. A shift moves one code of each byte to the
     lowest bits of the byte, and the mask clears all other bits of the word.
@@ -164,7 +164,7 @@ def multiplies_bytes() -> bool:
         product = torch._int_mm(x, y)
     except (AttributeError, RuntimeError):
         return False
-    # Instructions that saturate at 16 bits would give a smaller result.
+    # The product is wrong if the CPU's instructions saturate at 16 bits.
     return bool((product == -64 * 128 * 15).all())
 
 

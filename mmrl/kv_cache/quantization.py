@@ -21,7 +21,7 @@ BITS = (1, 2, 4, 8)  # supported bits per code: divisors of 8
 FLAT = 1e-6  # groups with a smaller range count as constant
 SHRINK = {"keys": 0.5, "values": 0.3}  # factors of CalibQuant (arXiv 2502.14882) at one bit; 1 at more bits
 QUANTILE = 0.2  # fraction cut off at each end by "quantile" at one bit (our reading); 0 at more bits
-# Half the range, in standard deviations, of the uniform quantiser with the least error for a Gaussian.
+# By bits: half the range, in standard deviations, of the best uniform quantiser for a Gaussian.
 GAUSSIAN = {1: 0.798, 2: 1.494, 4: 2.514, 8: 3.927}
 
 
@@ -89,7 +89,7 @@ def bounds(
 
 def quantile(x: Tensor, valid: Tensor, dim: int, level: float) -> Tensor:
     """Compute a quantile of the valid numbers along `dim` (kept, of size 1), with linear interpolation."""
-    # Invalid numbers sort after all others; a group without valid numbers gives 0.
+    # Sort invalid numbers to the end; groups without valid numbers get 0.
     ordered = x.masked_fill(~valid, torch.inf).sort(dim).values
     place = level * (valid.sum(dim, keepdim=True) - 1).clamp(min=0).to(x.dtype)
     below, above = (ordered.gather(dim, at.long()) for at in (place.floor(), place.ceil()))
@@ -171,12 +171,12 @@ def quantize(
     exact = x if x.dtype == torch.float64 else x.float()
     valid = torch.ones_like(exact[..., :1], dtype=torch.bool) if valid is None else valid
     where, dim = valid, -2
-    if channels:  # the last axis becomes one group of channels
+    if channels:  # split the last axis into groups of channels
         exact, where, dim = exact.unflatten(-1, (-1, channels)), valid[..., None], -1
     low, high = bounds(exact, where, dim, nbits, rule, side)
     top = 2**nbits - 1
     scale = torch.where(high - low < FLAT, 1.0, (high - low) / top)
-    # Compute the codes with the scales as they are stored, in lower precision.
+    # Compute the codes from the rounded (stored) scales.
     scale, low = scale.to(stored).to(exact.dtype), low.to(stored).to(exact.dtype)
     scale = torch.where(scale > 0, scale, 1.0)
     codes = ((exact - low) / scale).clamp(0, top).round().masked_fill(~where, 0)

@@ -49,7 +49,7 @@ class RowGroups:
 
     @cached_property
     def alone(self) -> bool:
-        """Whether every prompt has exactly one row, in order."""
+        """Whether every prompt has exactly one row, in the order of prompts."""
         return torch.equal(self.owner, torch.arange(self.count, device=self.owner.device))
 
     @cached_property
@@ -85,5 +85,5 @@ class RowGroups:
         return out.flatten(0, 1) if even else out[self.owner, place]
 
     def tile(self, mask: Tensor, times: int) -> Tensor:
-        """Repeat a mask (prompts, 1, t, n) for folded queries: `times` heads of every row of a prompt."""
+        """Repeat a mask (prompts, 1, t, n) for the folded queries of all rows, with `times` heads each."""
         return mask.repeat(1, 1, times if self.alone else self._places[1] * times, 1)

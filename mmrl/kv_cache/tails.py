@@ -17,7 +17,7 @@ ROOM = 16  # the buffers of a tail grow by multiples of this number of tokens
 
 
 def room_of(tokens: int) -> int:
-    """Return the number of slots that a `GrowingTail` has allocated after `tokens` steps of one token."""
+    """Return how many slots a `GrowingTail` has allocated after appending `tokens` tokens one by one."""
     room = 0
     while room < tokens:
         room = _grown(room, room + 1)
@@ -73,7 +73,7 @@ class GrowingTail:
 
     def fill(self, rows: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Replace all tokens by the (keys, values) of every row, padded on the left."""
-        # Empty entries are 0, because their attention weight is 0, and 0 * NaN is NaN.
+        # Fill empty entries with 0: their attention weight is 0, but 0 * NaN is NaN.
         self._buffers = tuple(pad_tokens(side) for side in zip(*rows, strict=True))
         self.length = self.start + self._buffers[0].shape[2]
 
@@ -127,7 +127,7 @@ class RaggedRows:
             self.tensors = {name: lengthen(x, 2, more) for name, x in self.tensors.items()}
             self.slots = lengthen(self.slots, 1, more, -1)
         for name, x in tensors.items():
-            # Indexing with two tensors and a slice between them moves their axes to the front.
+            # The axes of both index tensors move to the front, because a slice is between them.
             self.tensors[name][rows[:, None], :, index] = x.transpose(1, 2)
         self.slots[rows[:, None], index] = slots
         self.count[rows] += slots.shape[1]
@@ -169,7 +169,7 @@ class KiviCodec:
 
     def code_keys(self, x: Tensor, valid: Tensor | None = None) -> Codes:
         """Quantise groups of keys (rows, heads, groups, g, channels); a group shares a scale per channel."""
-        # Outliers of keys are in a few channels, which get their own scales.
+        # Scales per channel, because outliers of keys are in a few channels.
         return quantize(rotate(x) if self.rotated else x, self.nbits, valid=valid, rule=self.rule)
 
     def code_values(self, x: Tensor, valid: Tensor | None = None) -> Codes:
@@ -199,7 +199,7 @@ class ResidualWindow:
         x, group = keys.tensors["x"], codec.q_group_size
         rows, heads, _, size = x.shape
         count, slots = torch.zeros_like(keys.count), keys.slots.new_full((rows, 0, group), -1)
-        # Codes of one dummy item: templates for the codes of tokens that leave the window.
+        # Quantise one dummy item, as template for the shapes and dtypes of later codes.
         self.key_codes = codec.code_keys(x.new_zeros(rows, heads, 1, group, size))
         self.value_codes = codec.code_values(x.new_zeros(rows, heads, 1, size))
         empty = [
@@ -207,7 +207,7 @@ class ResidualWindow:
             for codes in (self.key_codes, self.value_codes)
         ]
         self.old_keys = RaggedRows(empty[0], slots, count)
-        self.old_values = RaggedRows(empty[1], slots[..., 0], count.clone())  # here an item is a token
+        self.old_values = RaggedRows(empty[1], slots[..., 0], count.clone())  # an item: one token
 
     @property
     def nbytes(self) -> int:
@@ -229,7 +229,7 @@ class ResidualWindow:
             codes = codec.code_keys(oldest["x"].unflatten(2, (-1, codec.q_group_size)))
             self.old_keys.push(rows, codes.tensors, slots.unflatten(1, (-1, codec.q_group_size)))
         while len(rows := (self.new_values.count > residual).nonzero()[:, 0]):
-            # Rows differ in their number of surplus tokens; each round removes the smallest number.
+            # Rows have different numbers of surplus tokens; each round removes the smallest number from all.
             oldest, slots = self.new_values.pop(rows, int(self.new_values.count[rows].min()) - residual)
             self.old_values.push(rows, codec.code_values(oldest["x"]).tensors, slots)
         rows = torch.arange(len(keys), device=keys.device)

@@ -11,7 +11,7 @@ import importlib
 import torch
 from torch import Tensor
 
-# Triton decides when a kernel is defined whether to interpret it.
+# Triton reads TRITON_INTERPRET when a kernel is defined.
 triton = importlib.import_module("triton")
 tl = importlib.import_module("triton.language")
 

@@ -35,13 +35,13 @@ def sequence_mean(batch: Batch, *, count: Count = "learned") -> Tensor:
 @aggregation
 def step_mean(batch: Batch) -> Tensor:
     """Average losses over all steps of the update, on all processes (DAPO, arXiv 2503.14476)."""
-    return batch.mask / (batch.totals.steps or 1.0)  # one divisor: long rows weigh more
+    return batch.mask / (batch.totals.steps or 1.0)  # so long rows weigh more
 
 
 @aggregation
 def fixed_length(batch: Batch, *, max_completion_length: PositiveInt, count: Count = "learned") -> Tensor:
     """Divide the summed losses by rows times a constant length (Dr. GRPO, arXiv 2503.20783)."""
-    # No division by the length of a row, so no length bias.
+    # Not divided by the row's own length, to avoid its length bias.
     return batch.mask / (_rows(batch, count) * max_completion_length)
 
 

@@ -150,7 +150,7 @@ def wpo(
     moved = (batch.advantage * batch.mask != 0).any(-1)
     weights = group_sum(torch.where(moved, surprise, 0.0), index).exp().clamp(max=max_weight)
     loss = implicit_reward.new_zeros(())
-    for group, weight in enumerate(weights):  # one by one: a comparison returns one sum for all groups
+    for group, weight in enumerate(weights):  # one by one: a comparison sums over groups
         inside = (index == group).to(batch.mask.dtype)[:, None]
         part = batch.replace(mask=batch.mask * inside, advantage=batch.advantage * inside)
         loss = loss + weight * compare(implicit_reward * inside, part)
@@ -174,7 +174,7 @@ def margins(implicit_reward: Tensor, batch: Batch, level: Level) -> tuple[Tensor
 def mean_over_groups(loss: Tensor, decided: Tensor, batch: Batch) -> Tensor:
     """Average losses (V, C) over the `decided` columns of each of V groups, then over the update's groups."""
     means = masked_mean(torch.where(decided, loss, 0.0), decided.to(loss.dtype), -1)
-    return means.sum() / (batch.totals.groups or 1.0)  # undecided groups count too
+    return means.sum() / (batch.totals.groups or 1.0)  # all groups, decided or not
 
 
 # ---- lists: advantages are rewards
@@ -224,7 +224,7 @@ def _ranking(
     score, reward, takes_part = (part.gather(0, order) for part in (score, reward, takes_part))  # best first
     itself = torch.eye(len(score), dtype=torch.bool, device=score.device)[..., None]
     ranked_below = torch.ones_like(itself[..., 0]).triu()[..., None]
-    # Rows outside the mask come last and are compared with themselves only, which gives exactly 0.
+    # Rows outside the mask come last and are compared only with themselves: loss exactly 0.
     compared = (ranked_below & takes_part) | itself  # (i, j, C): row i is compared with row j
     meant = score  # tau 0: the target is row i, the best row in its comparison
     if tau > 0:

@@ -138,7 +138,7 @@ class Comparison:
         seen = batch.replace(others={**batch.others, "new": new.detach()})
         loss = sum(compare.weight * compare(implicit_reward, seen) for compare in as_list(self.compare))
         for penalty in as_list(self.penalty):
-            loss = loss + (penalty(new, batch) * batch.weight).sum()  # comparisons are divided already
+            loss = loss + (penalty(new, batch) * batch.weight).sum()  # comparisons are already normalised
         return loss, diagnose_groups(_beta(as_list(self.compare)[0]) * implicit_reward, batch)
 
 

@@ -30,7 +30,7 @@ def _distance(name: str, new: StepOutput, other: StepOutput) -> Tensor:
 
 
 def _counted(values: Tensor, batch: Batch) -> Tensor:
-    """Return `values` with 1 at steps outside the mask, to avoid divisions by 0."""
+    """Set `values` to 1 at steps outside the mask, to avoid divisions by 0."""
     return torch.where(batch.mask > 0, values.double(), 1.0)
 
 

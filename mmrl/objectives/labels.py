@@ -122,7 +122,7 @@ def sppo_hard(
 ) -> Tensor:
     """SPPO with hard labels: regress implicit rewards to +-1 / (2 beta) (arXiv 2405.00675)."""
     reward, label = labelled(implicit_reward, batch, level)
-    loss = (reward - label / (2 * beta)).square() * label.abs()  # rows without a label cost nothing
+    loss = (reward - label / (2 * beta)).square() * label.abs()  # unlabelled rows: 0
     return sum_over_labelled(loss, label, batch)
 
 

@@ -16,7 +16,7 @@ from mmrl.objectives.surrogates import step_ratio
 
 @penalty
 def k1(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.001, against: str = "ref") -> Tensor:
-    """KL estimator k1, the log-ratio: unbiased, but its gradient is the gradient of log pi alone."""
+    """KL estimator k1, the log-ratio: unbiased, but its gradient is just that of log pi."""
     return coef * step_ratio(new, batch, against=against)
 
 
@@ -97,5 +97,5 @@ def sft(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.5) -> Tenso
     most, least = (group_extreme(merit, index, counted, largest) for largest in (True, False))
     rows = torch.arange(len(merit), dtype=torch.float64, device=merit.device)  # not int64: needs infinity
     candidates = counted & (merit == most) & (most - least > EQUAL)
-    best = candidates & (rows == group_extreme(rows, index, candidates, largest=False))  # first of equals
+    best = candidates & (rows == group_extreme(rows, index, candidates, largest=False))  # first if equal
     return -coef * new.logp * best[:, None]

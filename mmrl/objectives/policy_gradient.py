@@ -43,7 +43,7 @@ class PolicyGradient:
     def weigh(self, batch: Batch) -> Tensor:
         """Return the weight (N, T) of every step; the weighted sum of the losses is the loss."""
         weight = self.aggregation(batch)
-        for step_weight in as_list(self.step_weight):  # after the division, so a weight of 2 counts twice
+        for step_weight in as_list(self.step_weight):  # not renormalised: a weight of 2 counts twice
             weight = weight * step_weight(batch)
         return weight
 
@@ -82,7 +82,7 @@ def diagnose(new: StepOutput, batch: Batch) -> dict[str, Tensor]:
         known = known * batch.notes.get("replayed", torch.full_like(known, torch.nan)).isnan()
         gap = torch.where(known > 0, old - noted.nan_to_num(), 0.0)
         metrics["sampling/sampling_logp_difference/mean"] = gap.abs().sum() / steps
-        # KL (k3) between engine and policy at the time of the rollout: the price of a cheaper engine.
+        # KL (k3) between engine and policy at rollout time, the mismatch of a cheaper engine.
         bounded = gap.clamp(max=20)
         metrics["sampling/kl"] = ((bounded.exp() - bounded - 1) * known).sum() / steps
         metrics |= _moments(gap, known, batch)

@@ -25,8 +25,8 @@ class BradleyTerry:
 
     This is the loss of InstructGPT (arXiv 2203.02155) and of TRL's `RewardTrainer`, averaged over pairs. The
     pair of a score without a name is that of the advantages 1 and -1; the pair of the label NAME is that of
-    the reward NAME, which the advantage function `pairs_with_ties` records. Labels that a pair lacks teach
-    nothing. The loss and `rewards/...` metrics have one term per label; the loss is their mean.
+    the reward NAME, which the advantage function `pairs_with_ties` records. Pairs without a label add 0
+    loss for it. The loss and `rewards/...` metrics have one term per label; the loss is their mean.
 
     With `tie_threshold` above 0, pairs follow the model of Rao and Kupper (1967, doi
     10.1080/01621459.1967.10482901) with theta = exp(tie_threshold): the probability of a win is
@@ -60,7 +60,7 @@ class BradleyTerry:
             name[5:]: v for name, v in new.extra.items() if name == "score" or name.startswith("score/")
         }
         loss, metrics = new.logp.new_zeros(()), dict[str, Tensor]()
-        for label, score in scores.items():  # label: "" or "/NAME"
+        for label, score in scores.items():  # key: "" or "/NAME"
             better = _difference(self._better(label, batch), first, second)
             sign = torch.where(better.abs() > EQUAL, better.sign(), better * 0)  # NaN: no label
             ones, others = score[first, 0], score[second, 0]
@@ -74,7 +74,7 @@ class BradleyTerry:
         return loss, metrics
 
     def _better(self, label: str, batch: Batch) -> Tensor:
-        """Return a number (N, 1) per row that is larger for the better row of a pair."""
+        """Return the preference signal (N, 1) of a label: larger for the better row of a pair."""
         return _noted(batch, label.removeprefix("/")) if label else batch.advantage
 
     def _loss(self, ones: Tensor, others: Tensor, sign: Tensor, margin: Tensor | float) -> Tensor:
@@ -92,7 +92,7 @@ class BradleyTerry:
 def pairs_of(batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the indices (P,) of the first and of the second row of every pair.
 
-    A row alone, whose other row is not trained on, is left out. Raises `ValueError` for more than two rows.
+    A single row, whose partner is not trained on, is ignored. Raises `ValueError` for more than two rows.
     """
     rows = (batch.mask.sum(-1) > 0).nonzero()[:, 0]
     order = rows[batch.group[rows].argsort(stable=True)]
@@ -121,7 +121,7 @@ def _difference(values: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 
 def _metrics(label: str, ones: Tensor, others: Tensor, sign: Tensor, groups: float) -> dict[str, Tensor]:
-    """Compute the mean scores of better and worse rows, their difference, and the share of right orders."""
+    """Compute the mean scores of better and worse rows, their difference, and the accuracy."""
     sign = sign.nan_to_num()
     mean, half = (ones + others) / 2, sign * (ones - others) / 2
     right = torch.where(sign == 0, 0.5, (half > 0).to(half.dtype))

@@ -37,7 +37,7 @@ def sequence_ratio(
     length = batch.mask.sum(-1, keepdim=True).clamp(min=1)
     mean = (gap.sum(-1, keepdim=True) / length).expand_as(gap)
     if level == "token":
-        mean = mean.detach() + new.logp - new.logp.detach()  # the mean in value, the step's own gradient
+        mean = mean.detach() + new.logp - new.logp.detach()  # value: mean; gradient: the step's own
     return mean.clamp(max=10.0) * batch.mask
 
 
@@ -69,7 +69,7 @@ def geometric_ratio(
     """
     gap, sign = step_ratio(new, batch, against=against), batch.advantage.sign()
     clipped = gap.clamp(-epsilon, epsilon if epsilon_high is None else epsilon_high)
-    # The smaller value of sign * gap is the pessimistic one; an advantage of 0 gives 0.
+    # Take the smaller (pessimistic) value of sign * gap; 0 for an advantage of 0.
     pessimistic = sign * torch.minimum(sign * gap, sign * clipped)
     length = batch.mask.sum(-1, keepdim=True).clamp(min=1)
     return pessimistic.sum(-1, keepdim=True) / length * batch.mask
@@ -105,7 +105,7 @@ def truncated_importance(
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
-    # Without the clamp, one extreme step makes the loss of its whole row infinite.
+    # Clamp: otherwise one extreme step makes the loss of its whole row infinite.
     return log_ratio.clamp(-20.0, 20.0).exp()
 
 

@@ -109,7 +109,7 @@ def write_predictions(
     worst = list(dict.fromkeys(rollouts[i].prompt.uid for i in order))[:images]
     write_columns(own, columns | thumbnails(rollouts, set(worst)), {CORRECT: judge.encode()} if judge else {})
     if rank == 0:
-        for old in parts_of(path):  # leftover files of another process count would duplicate rows
+        for old in parts_of(path):  # files of an earlier run with more processes
             if old != own and not old.stem.endswith(f"-of-{world:05d}"):
                 remove(old)
 
@@ -145,7 +145,7 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def judge_of(table: RewardTable, chosen: str = "") -> str:
-    """Return the name of the reward that tells right (1) from wrong answers (0); "" if there is none.
+    """Return the name of the 0/1 reward that marks correct answers; "" if there is none.
 
     All values of this reward must be 0 or 1. It is the `chosen` reward, or else the first such reward among
     those with the largest weight. Rewards with a smaller weight, such as format or length, do not count.
@@ -174,7 +174,7 @@ def columns_of(rollouts: Rollouts, table: RewardTable) -> dict[str, list]:
     columns |= {f"reward/{name}": mine.at_end(name).tolist() for name in mine.scored}
     for name in dict.fromkeys(name for row in rollouts for name in row.logged):
         values = [row.logged.get(name) for row in rollouts]
-        # A parquet column has one type: all numbers as floats, anything else as text.
+        # One type per parquet column: float if all values are numbers, else text.
         as_type = float if all(value is None or isinstance(value, int | float) for value in values) else str
         taken = name in columns or name in TYPES
         columns[f"extra/{name}" if taken else name] = [v if v is None else as_type(v) for v in values]
@@ -236,7 +236,7 @@ def write_columns(
     import pyarrow
     from pyarrow import parquet
 
-    # Types of columns in which all values can be None.
+    # Explicit types for columns whose values may all be None.
     types = {"target": pyarrow.string(), "completion": pyarrow.string(), "correct": pyarrow.bool_()}
     types |= {"media": pyarrow.list_(pyarrow.string())}
     columns = each_text(columns, whole)  # file names may not be UTF-8
@@ -246,7 +246,7 @@ def write_columns(
 
 
 def trajectory_of(prompt: Prompt, row: Mapping[str, Any]) -> Trajectory:
-    """Convert a stored answer to a rollout; ConfigError if it is no text."""
+    """Convert a stored answer to a rollout; raise ConfigError if the answer is not a text."""
     text = row.get("completion")
     if text is None:
         raise ConfigError("answers that are no texts are not stored in full")

@@ -34,14 +34,14 @@ class Console:
 
     def __init__(self, title: str, max_steps: int, quiet: bool = False) -> None:
         self.title, self.max_steps, self.quiet = title, max_steps, quiet
-        self.live, self.printed = None, -math.inf  # live display of rich; time of the last line on a step
+        self.live, self.printed = None, -math.inf  # rich's live display; time of the last line about a step
         self.first: Mapping[str, float] = {}
         self.last: Mapping[str, float] = {}
         self.warnings: list[str] = []
         self.working, self.spoke = "", time.monotonic()  # progress inside the step; time of the last line
 
     def begin(self, step: int, first: Mapping[str, float] | None = None) -> None:
-        """Start the display at a step; for a resumed run, `first` has the metrics of its very first step."""
+        """Start the display at a step; `first`: metrics of the first step, if the run is resumed."""
         self.first = first or {}
         if self.quiet or not on_terminal():
             return

@@ -1,4 +1,4 @@
-"""Settings that differ between two evaluations, and what each setting changed: table and plain values."""
+"""Table of the settings that differ between two evaluations, and of the effect of each on the results."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SHOWN = 60  # most characters of a value in the table
 
 @dataclass(frozen=True)
 class MetricChange:
-    """A metric of the first evaluation's stored answers before and after a setting was changed."""
+    """A metric of the first evaluation's stored answers, scored before and after one setting is changed."""
 
-    name: str  # "a -> b" for rewards with other names
-    before: float  # NaN if only the changed setting has this metric
+    name: str  # "a -> b" if the reward is named differently
+    before: float  # NaN if the metric exists only after the change
     after: float
     low: float = math.nan  # interval of the paired difference
     high: float = math.nan
@@ -35,14 +35,14 @@ class MetricChange:
 
 @dataclass(frozen=True)
 class PromptDifference:
-    """Prompts whose rendered model inputs differ between two settings."""
+    """Summary of the prompts whose rendered model inputs differ between two settings."""
 
     different: int
     prompts: int  # number of compared prompts
     uid: str = ""  # the first prompt that differs
-    first: str = ""  # its text as the model reads it
+    first: str = ""  # its text after the chat template
     second: str = ""
-    media: bool = False  # whether its texts and token ids are equal, and only media tensors differ
+    media: bool = False  # whether only its media tensors differ
 
     @property
     def place(self) -> int:
@@ -69,7 +69,7 @@ class PromptDifference:
 
 @dataclass(frozen=True)
 class Effect:
-    """A setting that differs between two evaluations, and what is known of its effect on the first.
+    """A setting that differs between two evaluations, and its measured effect on the first.
 
     Args:
         setting: Dotted configuration key, or `packages.NAME`, `code.KEY`, `machine.NAME`.
@@ -104,7 +104,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Effects of all different settings, and the prompts as both evaluations stored them."""
+    """Effects of all settings that differ, and a comparison of the stored prompts."""
 
     effects: Sequence[Effect] = ()
     stored_prompts: PromptDifference | None = None
@@ -136,14 +136,14 @@ def short(value: Any) -> str:
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace numbers that are not finite by None, at any depth, as JSON wants."""
+    """Replace non-finite numbers by None, at any depth, because JSON has no NaN."""
     return json.loads(json.dumps(values, default=str), parse_constant=lambda constant: None)
 
 
 def prompt_difference(
     first: Mapping[str, tuple[str, str]], second: Mapping[str, tuple[str, str]], uids: Sequence[str]
 ) -> PromptDifference:
-    """Compare prompts by their input hashes, and keep the first that differs; values are (text, hash)."""
+    """Count the prompts whose input hashes differ, with the first of them; values are (text, hash)."""
     different = [uid for uid in uids if first[uid][1] != second[uid][1]]
     if not different:
         return PromptDifference(0, len(uids))
@@ -154,7 +154,7 @@ def prompt_difference(
 
 
 def stored_prompts(first: Predictions, second: Predictions) -> PromptDifference | None:
-    """Compare the prompts that two evaluations recorded; None if one recorded none."""
+    """Compare the prompts recorded by two evaluations; None if either recorded none."""
     stored = [
         {row["uid"]: (row["rendered"], row["inputs"]) for row in one.rows if row.get("inputs")}
         for one in (first, second)

@@ -1,4 +1,4 @@
-"""Published methods: the files in `configs/methods`, with their comments and the pieces they use."""
+"""Published methods, read from `configs/methods`: papers, differences from GRPO, pieces used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ASKED_FOR = (
     "gigpo", "on_policy_distillation", "dpo", "tempsamp_r1", "urpa", "flow_grpo", "flow_grpo_fast",
     "flow_cps", "mix_grpo", "grpo_guard", "tp_grpo", "awm", "diffusion_nft", "vgpo", "gdro",
 )  # fmt: skip
-PLACES = {"rewards": "reward", "references": "reference", "metrics": "metric"}  # maps keys to kinds of pieces
+PLACES = {"rewards": "reward", "references": "reference", "metrics": "metric"}  # keys with a plural
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Method:
 
     @property
     def differs(self) -> str:
-        """The method's differences from GRPO, without the sentences about our reading of the paper."""
+        """The sentences on differences from GRPO, without those about our reading of the paper."""
         parts = sentences(self.comment.partition(DIFFERS)[2])
         return " ".join(text for text in parts if not READING.search(text))
 
@@ -112,7 +112,7 @@ def sentences(text: str) -> list[str]:
 
 
 def named_in(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yield (kind, name) of possible pieces: each text in a configuration; its key determines the kind."""
+    """Yield (kind, name) for every text in a configuration that may name a piece; its key sets the kind."""
     kind = PLACES.get(key, key)
     match value:
         case str():

@@ -31,7 +31,7 @@ def describe_rewards(table: RewardTable) -> dict[str, float]:
     if len(table) and not table.scored:  # supervised training without rewards
         return {}
     index = group_index([table.group])  # (rows,) index of each row's group
-    # A group with a failed reward has no valid entry; its reward is NaN, not the sum of the other rewards.
+    # In a group with a failed reward the total is NaN, not the sum of the other rewards.
     reward = torch.where(table.valid.any(1).any(-1), table.reward(), torch.nan)
     valid = ~reward.isnan()  # (rows,)
     extent = group_range(reward, index, valid)
@@ -153,14 +153,14 @@ def describe_measured(measured: Measured) -> dict[str, float]:
 
 
 def noted_sums(rollouts: Rollouts, name: str) -> dict[str, float]:
-    """Sum the values that the engine recorded as `name` over all sampled steps; also count these steps."""
+    """Return the sum of the engine's per-step record `name` over sampled steps, and their number."""
     notes = [row.notes[name].double() for row in rollouts if name in row.notes and row.on_policy]
     noted = [note[~note.isnan()] for note in notes]
     return {"sum": float(sum(note.sum() for note in noted)), "steps": float(sum(map(len, noted)))}
 
 
 def noted_ages(rollouts: Rollouts, step: int) -> dict[str, float]:
-    """Count the sampled tokens and those from older weights; sum up their ages and find the largest age.
+    """Count sampled tokens and those from older weights, with the sum and the maximum of their ages.
 
     The age of a token is the number of training steps since the weights that sampled it, as of `step`.
     """
@@ -190,7 +190,7 @@ class Meter:
         self.updates = 0  # the caller increments this after the last micro-batch of an update
 
     def add(self, metrics: Mapping[str, Tensor], counts: float) -> None:
-        """Add the metrics of a micro-batch times `counts`, which is 0 for a repeated micro-batch."""
+        """Add the metrics of a micro-batch, times `counts` (0 for a padding micro-batch)."""
         for name, value in metrics.items():
             self.sums[name] = self.sums.get(name, 0.0) + counts * value.detach().double().cpu()
 
@@ -250,7 +250,7 @@ def steps_taken(record: Mapping[str, Any]) -> int:
 
 
 def to_line(record: Mapping[str, Any]) -> str:
-    """Format a record as a line of JSON; numbers that are not finite become null."""
+    """Format a record as a line of JSON; non-finite numbers become null."""
     # `json.dumps` writes NaN and Infinity, which are invalid JSON; `parse_constant` replaces them by null.
     finite = json.loads(json.dumps(record), parse_constant=lambda constant: None)
     return json.dumps(finite) + "\n"

@@ -36,7 +36,7 @@ def config_hash(config: Config) -> str:
 
 
 def variant_of(config: Config) -> Method | None:
-    """Return the published method with the advantages and the objective of a run; if several, the closest."""
+    """Return the published method whose advantages and objective equal the run's; of several, the closest."""
     raw = as_plain(config)
 
     def agreement(part: Any, whole: Any) -> int:
@@ -149,7 +149,7 @@ def one_line(piece: Mapping[str, Any]) -> str:
 def describe_method(config: Config) -> str:
     """Describe a run's method: its papers and differences from GRPO, or else objective and advantages.
 
-    If the rewards of the run are not those of the method, differences in rewards are left out.
+    Differences in rewards are left out if the run uses other rewards than the method.
     """
     if (method := variant_of(config)) is None:
         return f"{config.objective.name} over the chain {', '.join(piece.name for piece in config.advantage)}"

@@ -1,4 +1,4 @@
-"""Comparison of settings of a model by quality and costs: table, plots and HTML page."""
+"""Comparison of model settings (such as cache sizes) by quality and cost: table, plots, HTML page."""
 
 from __future__ import annotations
 
@@ -177,9 +177,9 @@ def draw_panel(axes: Axes, compared: SettingsComparison, cost: str, names: Seque
     for i, (name, row) in enumerate(rows.items()):
         (x, y), (_, low, high) = at[name], row.quality[compared.metric]
         colour, on_front = style_of(i)[0], name in best
-        # Hollow markers are larger, so that they stay visible around a filled marker at the same point.
+        # Hollow markers are larger, to stay visible around a filled marker at the same point.
         style = {"markerfacecolor": colour if on_front else "#ffffff", "markersize": 5.5 if on_front else 8.0}
-        # A bootstrap interval can lie on one side of the value; the lengths must not be negative.
+        # Error bars must not be negative, but a bootstrap interval can lie on one side of the value.
         lengths = [[max(0.0, y - low)], [max(0.0, high - y)]]
         marker = "os^D"[i // 8 % 4]
         points.append(

@@ -95,12 +95,12 @@ class Joined:
 
     first: Predictions
     second: Predictions
-    measures: Sequence[str]  # columns in both; rows are ordered by the first
+    measures: Sequence[str]  # shared columns; the first one orders the rows
     pairs: Sequence[tuple[Sequence[Row], Sequence[Row]]]  # both evaluations' answers per shared prompt
     only_first: int  # number of prompts only in `first`
     only_second: int
     other_targets: int  # number of prompts left out because their targets differ
-    other_words: int  # number of pairs with different prompt texts
+    other_words: int  # pairs whose prompt texts differ
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Change:
         """
         changed, fewer = self.better + self.worse, min(self.better, self.worse)
         tail = sum(math.comb(changed, k) for k in range(fewer + 1))
-        return min(1.0, 2 * tail / 2**changed)  # integers of any size divide correctly
+        return min(1.0, 2 * tail / 2**changed)  # exact integers: no overflow
 
 
 def join(first: Predictions, second: Predictions, by: str | None = None) -> Joined:
@@ -170,7 +170,7 @@ def check_same_prompts(first: Predictions, second: Predictions) -> list[str]:
 
 
 def no_reward_of_both(first: Predictions, second: Predictions) -> str:
-    """Return the sentence that two evaluations have no reward in common."""
+    """Return the error text for two evaluations that have no reward in common."""
     return (
         f"'{first.path}' has {', '.join(first.rewards) or 'no rewards'} and '{second.path}' "
         f"{', '.join(second.rewards) or 'none'}, so nothing can be compared; measure both with one reward"
@@ -192,7 +192,7 @@ def value_of(rows: Sequence[Row], measure: str) -> float:
 
 
 def change_of(joined: Joined, measure: str) -> Change:
-    """Compute the change of a measure over the prompts that have it in both, with a bootstrap interval."""
+    """Compute the paired change of a measure over shared prompts, with a bootstrap interval."""
     values = [(value_of(a, measure), value_of(b, measure)) for a, b in joined.pairs]
     values = [(a, b) for a, b in values if math.isfinite(a) and math.isfinite(b)]
     gaps, count = [b - a for a, b in values], max(len(values), 1)

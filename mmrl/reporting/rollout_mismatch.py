@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Rows of the table in the report: metric, title and format.
+# Rows of the report's mismatch table: metric, title and number format.
 ROWS = (
     ("sampling/kl", "KL of engine to policy, nats a step", ".4f"),
     ("sampling/sampling_logp_difference/mean", "difference of log-probabilities", ".4f"),
@@ -48,13 +48,13 @@ def describe_mismatch(record: Mapping[str, Any], cheap: str) -> str:
 
 
 def mismatch_rows(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return table rows on mismatch and saved time: title, then first, mean and last value.
+    """Return table rows on mismatch and saved time: title; first, mean and last value.
 
-    There are none if the engine equals the policy and no second engine is timed.
+    Empty if the engine equals the policy and no second engine is timed.
     """
     finite = {name: [r[name] for r in records if math.isfinite(r.get(name, math.nan))] for name, _, _ in ROWS}
     kl = finite["sampling/kl"]
-    # A mean KL below 1e-4 nats per step is only rounding error.
+    # A mean KL below 1e-4 nats per step counts as rounding error.
     if not finite["rollout/exact_seconds"] and (not kl or sum(kl) / len(kl) < 1e-4):
         return []
     return [

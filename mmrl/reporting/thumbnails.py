@@ -80,7 +80,7 @@ def of_tools(shown: Sequence[Media]) -> list[bytes] | None:
 def illustrated(conversation: str, shown: Sequence[bytes]) -> list[str | bytes]:
     """Split a conversation at placeholders such as `<image: 64 tokens>`, and insert the thumbnails.
 
-    If their numbers differ, because the policy wrote placeholders itself, all thumbnails come at the end.
+    If the policy wrote placeholders itself, so that the numbers differ, all thumbnails come at the end.
     """
     marks = list(MARK.finditer(conversation))
     if len(marks) != len(shown):

@@ -1,7 +1,7 @@
 """Trackers that send metrics to tensorboard, wandb and trackio through accelerate.
 
-The constructor checks that the package is installed, before any weights are loaded. The main process opens
-the tracker when the first step is known, so that a resumed run continues its curves.
+The constructor checks, before weights are loaded, that the package is installed. The main process opens the
+tracker at the run's first or resumed step, so that a resumed run continues its curves.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class AccelerateTracker:
 
     def __init__(self, *, required: bool = True) -> None:
         spec = find_spec(self.package)
-        # A local folder with the package's name, such as `wandb/`, is found as a package without origin.
+        # A local folder `wandb/` also imports, as a namespace package, but has no `origin`.
         self.installed = spec is not None and spec.origin is not None
         self.tracker: GeneralTracker | None = None
         if required and not self.installed:

@@ -29,8 +29,8 @@ def policy_turns(outcomes: Sequence[Outcome]) -> list[tuple[list[str], list[str]
 def policy_messages(outcomes: Sequence[Outcome]) -> list[tuple[list[Message], list[Message]]]:
     """Return the policy's turns up to each scored outcome, as (earlier turns, new turns).
 
-    Earlier turns are the turns up to the previous scored outcome of the same rollout. So all new turns
-    together are the conversation, for rewards with `at: last` as well as at every turn. Without a
+    Earlier turns are the turns up to the previous scored outcome of the same rollout. So the new
+    turns add up to the conversation, with `at: last` as well as with `at: every`. Without a
     conversation, the text of the outcome is the only new turn.
     """
     scoring = SCORING.get(None) or Scoring()
@@ -50,11 +50,11 @@ def policy_messages(outcomes: Sequence[Outcome]) -> list[tuple[list[Message], li
 
 @dataclass(frozen=True)
 class OwnAnswer:
-    """The right answer of a prompt in all accepted spellings, to check a reward on it.
+    """The correct answer of a prompt in all accepted spellings, with which a reward is checked.
 
     The check requires a reward of at least `full` for each of `texts`, and less for answers of other prompts.
-    For a reward of images, a text describes the image. `unfit` is a message about a target that has another
-    form than the options require, but that the reward accepts.
+    For a reward of images, a text describes the image. `unfit` is a warning about a target in another
+    form than the options name, which the reward nevertheless accepts.
     """
 
     texts: tuple[str, ...]
@@ -96,7 +96,7 @@ def comparable_outcomes(prompts: Sequence[Prompt]) -> list[list[int]]:
     return list(groups.values())
 
 
-TRL_OWN = ("prompt", "completion", "completion_ids")  # columns that TRL does not pass to rewards
+TRL_OWN = ("prompt", "completion", "completion_ids")  # names that are never column arguments
 
 
 def from_trl(function: Callable) -> Callable:

@@ -1,4 +1,4 @@
-"""Comparison of answers with targets, for rewards and votes, and the answer form of a data set."""
+"""Comparison of answers with targets, for rewards and votes; inference of a data set's answer form."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def is_right(
     """
     answer, wanted = answer_part(text, tag), answer_part(target, tag)
     if form in ("exact", "text", "words") and len(answer) > 100 * (len(wanted) + 10):
-        return False  # far too long to be equal
+        return False  # much longer than the target
     if form == "choice" and choices and (label := choice_in(wanted, choices)):
         return choice_in(answer, choices) == label
     if form in ("letter", "choice") and (letter := letter_in(wanted)):

@@ -1,4 +1,4 @@
-"""Shared code of judge rewards: asks a judge model questions and parses its judgements."""
+"""Shared code of judge rewards: queries a judge model and parses its verdicts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Answer B{{{{ " (the last " + made + " above)" if made else "" }}}}:
 
 @dataclass(frozen=True)
 class Unread:
-    """A judgement that could not be parsed, even after asking again; the reward then fails."""
+    """A verdict that could not be parsed, even after repeated questions; the reward then fails."""
 
     text: str
     wanted: str
@@ -109,7 +109,7 @@ class Asker:
             rows = self.engine.rollout(list(open_questions.values()))
             texts = [row.outcomes[-1].text or "" for row in rows]
             for key, text in zip(list(open_questions), texts, strict=True):
-                # Ignore the reasoning before the judgement.
+                # Ignore the judge's reasoning.
                 judgement = text.rpartition("</think>")[2]
                 blocks = tagged(judgement, tag) if tag else [judgement]
                 value = read(blocks[-1].strip()) if blocks else None
@@ -152,7 +152,7 @@ def _distinct(prompts: Sequence[Prompt]) -> dict[tuple[Message, ...], Prompt]:
 
 @dataclass(kw_only=True, eq=False)
 class Asking:
-    """Base class of rewards that ask a judge model: options of the model, documented by `Judge`."""
+    """Base class of rewards that query a judge model, with the model options that `Judge` documents."""
 
     engine: Callable[..., Engine]
     policy: Callable[[], Policy] | None = None
@@ -176,7 +176,7 @@ class Asking:
 
 @dataclass(kw_only=True, eq=False)
 class Judging(Asking):
-    """Base class of judge rewards with their shared options, documented by `Judge`."""
+    """Base class of judge rewards, with the shared options that `Judge` documents."""
 
     stream: Stream
     tag: str = ""

@@ -109,7 +109,7 @@ class ClipScore:
         return not self.always and self.towers.fits(self.prefix + text)
 
     def _pair(self, prompt: Prompt, outcome: Outcome) -> tuple[Tensor, str]:
-        """Return the image, (3, height, width) uint8, and the text to compare it with."""
+        """Return (image (3, height, width) uint8, text to compare it with)."""
         if outcome.image is not None:
             columns = {"prompt": prompt.text, "target": prompt.target, **prompt.columns}
             if columns.get(self.against) is None:
@@ -194,7 +194,7 @@ def _content_key(image: Tensor) -> tuple:
 # ---- long texts
 
 _SHORT = r"(?:[A-Z]|Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|Mt|Fig|No|vs|etc|approx|e\.g|i\.e|a\.m|p\.m|cf|ca)\."
-_LONGEST = 8  # characters before a full stop that may hold an abbreviation
+_LONGEST = 8  # longest abbreviation, in characters
 _BULLET = re.compile(r"^\s*(?:[-*•–]|\d{1,3}[.)])\s+")
 
 

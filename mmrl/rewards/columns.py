@@ -32,7 +32,7 @@ def pair_column(prompt: Prompt, outcome: Outcome, *, column: str) -> float | Non
 
     The column has the label of the chosen and of the rejected answer, `[4, 2]`, or their difference as a
     number, such as TRL's `margin`: above 0 the chosen answer is better, below 0 the rejected one, 0 is a tie.
-    Raises `ValueError` for another value, and for an answer that is not one of a pair.
+    Raises `ValueError` for other values, and for an answer that belongs to no pair.
     """
     value, preferred = prompt.columns.get(column), outcome.recorded.get("preferred")
     if value is None:

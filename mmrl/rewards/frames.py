@@ -55,5 +55,5 @@ def frame_rate(prompt: Prompt, outcome: Outcome) -> float:
     times = outcome.times
     if times is None or len(times) < 2 or not times[-1] > times[0]:
         raise ValueError(f"the video of prompt '{prompt.uid}' has no times of its frames, or only one frame")
-    # Remove the float32 error of times, because rewards round values that they derive from the rate.
+    # Round away the float32 error of times, because rewards round values derived from the rate.
     return round((len(times) - 1) / float(times[-1] - times[0]), 3)

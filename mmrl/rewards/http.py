@@ -55,7 +55,7 @@ class Http(JsonClient):
         encoded = [outcome_json(prompt, outcome) for prompt, outcome in zip(prompts, outcomes, strict=True)]
         values = self.ask(encoded, "outcomes", "rewards")
         for value in values:
-            # This rejects NaN, infinity and integers that are too large for a float.
+            # Reject NaN, infinity and integers too large for a float.
             if value is not None and not (type(value) in (int, float) and abs(value) <= sys.float_info.max):
                 shown = repr(value)[:120]
                 raise ValueError(f"'{self.url}' gave the reward {shown}, not a finite number or null")

@@ -103,7 +103,7 @@ class Judge(Judging):
         self.question = judge_template(source, variables, {"answer"}, tag, "judge")
         self.asker = self.make_asker()
         self.words: list[tuple[str, ...]] = [YES, NO]  # first words of a reply whose probabilities are read
-        self.marks = [1.0, 0.0]  # scores of these words
+        self.marks = [1.0, 0.0]  # scores of `words`
         if self.form == "expected_score":
             low, high = self.scale
             numbers = range(math.ceil(low), math.floor(high) + 1)
@@ -141,7 +141,7 @@ class Judge(Judging):
             if self.form == "p_yes_of_all":
                 rewards.append(mean)
                 continue
-            # A probability is never 0, but it may be too small for a float.
+            # Probabilities can underflow to 0.
             wanted = f"{', '.join(words[0] for words in self.words)} with any probability"
             rewards.append(mean / sum(weights) if sum(weights) else Unread("", wanted))
         return rewards

@@ -28,7 +28,7 @@ def _serve(questions: IO[str], answers: IO[str]) -> None:
             else:
                 value = next(each for each in first if not isinstance(each, str))
                 result = str(sympy.N(value, 15) if value.is_number else sympy.simplify(value))
-        except (Exception, RecursionError):  # any error of sympy means that the text is no formula
+        except (Exception, RecursionError):  # sympy fails in many ways on texts that are no formula
             result = None
         answers.write(json.dumps(result) + "\n")
         answers.flush()

@@ -114,13 +114,13 @@ class PairwiseJudge(Judging):
             for swapped in swaps:
                 verdict = next(judged)
                 verdicts.append(1.0 - verdict if swapped and not isinstance(verdict, Unread) else verdict)
-            # If the judge was not asked, equal answers tie and an empty answer loses.
+            # Without asking the judge, equal answers tie and an empty answer loses.
             empty = is_empty(answers[j], self.tag) - is_empty(answers[i], self.tag)
             results.append(_agreed(verdicts) if verdicts else 0.5 + empty / 2)
         return results
 
     def _orders(self, place: str) -> tuple[bool, ...]:
-        """Return one flag for each time a pair is shown: whether the two answers are swapped."""
+        """Return a flag for each presentation of a pair: whether the two answers are swapped."""
         if self.orders == "both":
             return False, True
         return (bool(torch.randint(2, (), generator=self.stream.generator("pairwise_judge", place))),)

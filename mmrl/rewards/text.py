@@ -34,7 +34,7 @@ def tag_format(prompt: Prompt, outcome: Outcome, *, tags: str = "") -> float:
     and surrounding space do not matter; an empty block counts as a block (TON, arXiv 2505.16854).
     """
     names = tags or outcome.tags.get("format") or prompt.columns.get("format") or "think,answer"
-    # No block may contain another tag of its own name, so `<think>a<think>b</think>` fails.
+    # Blocks must not contain their own opening tag: `<think>a<think>b</think>` fails.
     blocks = r"\s*".join(rf"<{tag}>(?:(?!</?{tag}>).)*</{tag}>" for tag in names.split(","))
     text = (outcome.text or "").strip()
     return float(re.fullmatch(blocks, text, re.DOTALL | re.IGNORECASE) is not None)

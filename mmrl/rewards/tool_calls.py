@@ -1,4 +1,4 @@
-"""Functions that read the tool calls of a policy, and the label `tool_calls`."""
+"""Functions that list the policy's tool calls in a turn, and the label `tool_calls`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CALL = "tool_call"  # tag of a block with a call in JSON
 ANSWERED = (
     "call",
     "stop",
-)  # values of the tag `finish` that mean: all calls of the turn got replies
+)  # values of the tag `finish` after which all calls of a turn have replies
 
 
 def written_calls(turn: Message, tag: str) -> Sequence[Call | CallError]:

@@ -43,7 +43,7 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
     (folder / STATE).write_text(json.dumps(tree))
     lines = []
     for path in sorted(filter(Path.is_file, folder.rglob("*"))):
-        # The model card is rewritten after the last evaluation, so it has no checksum.
+        # No checksum for the model card, which is rewritten after the last evaluation.
         if path.name not in (SUMS, "README.md"):
             lines.append(f"{of_file(path)}  {path.relative_to(folder).as_posix()}\n")
             flush(path)
@@ -85,7 +85,7 @@ def publish(unfinished: Path, folder: Path, warn: Callable[[str], None] = log.wa
         warn(f"'{folder}' was no checkpoint of this run; it was moved to '{aside}'")
     discard(folder)
     unfinished.rename(folder)
-    flush(folder.parent)  # without this flush a power cut may undo the rename
+    flush(folder.parent)  # so that a power cut cannot undo the rename
 
 
 def discard(folder: Path) -> None:
@@ -119,7 +119,7 @@ def finished(output_dir: Path) -> list[Path]:
 
 
 def of_run(folder: Path) -> bool:
-    """Return whether a checkpoint belongs to the run of its output folder, by their marker files."""
+    """Whether a checkpoint and its output folder belong to the same run, by their marker files."""
     run = mark_of(folder.parent).get("run")
     return run is None or mark_of(folder).get("run", "") == run
 

@@ -31,7 +31,7 @@ class Towers:
     def __post_init__(self) -> None:
         self.model.eval().requires_grad_(False)
         self.length = self.tokenizer.context_length
-        inner = getattr(self.tokenizer, "tokenizer", None)  # open_clip's own tokenizer has none
+        inner = getattr(self.tokenizer, "tokenizer", None)  # open_clip's own has none
         self.words = plain_text.control_words(inner) if inner else plain_text.OPEN_CLIP
         self.factor = float(self.model.logit_scale.exp())  # logits are factor * cosine + bias (SigLIP)
         bias = self.model.logit_bias
@@ -41,7 +41,7 @@ class Towers:
         """Whether the model reads a text without truncation."""
         text = plain_text.parted(text, self.words)
         short, long = (self.tokenizer([text], context_length=self.length + more)[0] for more in (0, 1))
-        # If the text is truncated, the last token is the end token; in the longer context it is a word.
+        # Tokenize with a longer context: if the next token is a word, the text would be truncated.
         return bool((short == long[: self.length]).all())
 
     @torch.no_grad()
@@ -79,7 +79,7 @@ def _load(model: str, pretrained: str | None, device: torch.device) -> Towers:
         import open_clip
     except ImportError as error:
         raise ImportError("clip_score needs open_clip: pip install 'mmrl[clip]'") from error
-    # open_clip's names of the model and of its weights; no weights if the model includes its own.
+    # Model and weights by open_clip's names; no weights if the model's files include them.
     name, weights = model.removeprefix("local-dir:"), None
     architectures = [name.lower() for name in open_clip.list_models()]
     if name.startswith("hf-hub:") or Path(name).is_dir():
@@ -95,7 +95,7 @@ def _load(model: str, pretrained: str | None, device: torch.device) -> Towers:
         raise ValueError(
             f"clip_score: '{model}' is neither a folder nor an architecture of open_clip; {hint}"
         )
-    # open_clip only warns if weights that were trained with a quick GELU are loaded without it.
+    # Raise where open_clip only warns: weights trained with QuickGELU, model built without it.
     settings = open_clip.get_pretrained_cfg(name, weights) if weights else {}
     try:
         loaded, _, prepare = open_clip.create_model_and_transforms(
@@ -108,7 +108,7 @@ def _load(model: str, pretrained: str | None, device: torch.device) -> Towers:
             weights_only=True,  # so that a pickled file cannot run code
         )
         return Towers(loaded, prepare, open_clip.get_tokenizer(name), device)
-    # open_clip, the hub and torch raise many types of errors; here each means that the model is unusable.
+    # Catch all: open_clip, the hub and torch raise many types of errors for an unusable model.
     except Exception as error:
         raise ValueError(
             f"clip_score cannot load '{model}'"

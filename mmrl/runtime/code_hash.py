@@ -54,10 +54,10 @@ def _root(thing: Any) -> str:
 
 @dataclass
 class _Walk:
-    """Traversal that describes code as JSON values; each function and class is described once."""
+    """Traversal that converts code to a JSON description; each function and class is visited once."""
 
     home: str  # module of the hashed object
-    # Variables and attributes that the code reads: name, description, whether the value has a plain type.
+    # Variables and attributes that the code reads: (name, description, whether of a plain type).
     values: list[tuple[str, Any, bool]] = field(default_factory=list)
     assigned: set[str] = field(default_factory=set)  # names that the code assigns to
     filled: set[str] = field(default_factory=set)  # names of containers that the code may change
@@ -166,7 +166,7 @@ def _imported(code: CodeType, namespace: Mapping[str, Any]) -> Iterator[ModuleTy
         if step.opname == "IMPORT_NAME":
             level = steps[at - 2].argval  # the number of dots before the name
             name = "." * (level if isinstance(level, int) else 0) + step.argval
-            with suppress(Exception):  # a package may be missing if the branch never runs
+            with suppress(Exception):  # the import may be in a branch that never runs
                 name = importlib.util.resolve_name(name, namespace.get("__package__"))
                 root = name.partition(".")[0]
                 spec = None if root in ("mmrl", *sys.stdlib_module_names) else importlib.util.find_spec(root)
@@ -184,7 +184,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _of_code(code: CodeType) -> Any:
-    """Describe the instructions of a code object, without its docstring, file name and line numbers."""
+    """Describe a code object's instructions, without docstring, file name and line numbers."""
     steps = []
     for step in dis.get_instructions(code):
         value = step.argval

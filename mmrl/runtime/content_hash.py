@@ -1,6 +1,6 @@
 """Hashes of a run's prompts, media and weights, which do not depend on the number of processes.
 
-They are computed once when a run starts, in a few seconds.
+Computed once when a run starts, within seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ENDS = 16384  # bytes read at each end of a media file
 PROMPTS = 1024  # prompts hashed at a time
 CHUNK = 1 << 22  # elements of a tensor per checksum
 STRIDE = 1024  # sums per chunk
-LATER = {"size", "tools", "asked", "turns"}  # fields that prompts and answers did not always have
+LATER = {"size", "tools", "asked", "turns"}  # fields added in later versions
 
 
 def of_prompts(prompts: Sequence[Prompt], *, named: bool = True) -> dict[str, str]:
@@ -67,7 +67,7 @@ def _of_source(source: Path | bytes | Readable | None) -> str:
                         file.seek(at)
                         ends.update(file.read(ENDS))
             except OSError as error:
-                return type(error).__name__  # without its message, which names the path
+                return type(error).__name__  # not the message, which has the path
             return f"{size} {ends.hexdigest()}"
         case object(read=read):
             return hashlib.sha256(read()).hexdigest()
@@ -126,14 +126,14 @@ def _plain(value: Any, sources: list) -> Any:
         case bytes() | bytearray():
             return hashlib.sha256(value).hexdigest()
         case AbstractSet():
-            return sorted(_text(member, sources) for member in value)  # a set has no order of its own
+            return sorted(_text(member, sources) for member in value)  # sets are unordered
         case type():
             return value.__qualname__
         case object(tobytes=tobytes):  # numpy arrays, PIL images
             return [str(getattr(value, "dtype", "")), hashlib.sha256(tobytes()).hexdigest()]
         case _ if is_dataclass(value):
             held = {field.name: getattr(value, field.name) for field in fields(value)}
-            # Unset fields of `LATER` are left out, so that runs from before they existed can be resumed.
+            # Leave out unset fields of `LATER`, to keep the hash of runs from before they existed.
             return [kind, {name: inner for name, inner in held.items() if name not in LATER or inner}]
         case Mapping():
             return dict(value)
@@ -191,7 +191,7 @@ def _of_tensor(tensor: Tensor) -> str:
     for chunk in full(tensor.detach()).reshape(-1).split(CHUNK):
         whole = len(chunk) - len(chunk) % (8 * STRIDE)  # whole rows of STRIDE 64-bit integers
         for part in (chunk[:whole], chunk[whole:]):
-            # Only aligned memory can be viewed as 64-bit integers; other memory is copied and padded.
+            # View aligned memory as 64-bit integers; copy and pad other memory.
             if part.storage_offset() * part.itemsize % 8 or len(part) * part.itemsize % (8 * STRIDE):
                 part = part.clone().view(torch.uint8)
                 part = nn.functional.pad(part, (0, -len(part) % (8 * STRIDE)))

@@ -43,7 +43,7 @@ class Processes:
 
         self.timeout = timeout
         check_restarts()
-        # Outside of `watching`, only this timeout ends a collective that hangs.
+        # This timeout ends a hanging collective outside of `watching`.
         patience = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout + GRACE))
         self.accelerator = Accelerator(kwargs_handlers=[patience])
         if self.accelerator.state.deepspeed_plugin is not None:
@@ -83,14 +83,14 @@ class Processes:
             try:
                 yield
             except BaseException:
-                if not self.known:  # others may wait in a collective, and `leave` would wait for them
+                if not self.known:  # do not wait in `leave` for processes that hang in a collective
                     atexit.unregister(leave)
                 raise
             finally:
                 self._watch = None
 
     def meeting(self, where: str) -> AbstractContextManager:
-        """Announce a collective named `where`, so that a process that does not reach it is reported."""
+        """Announce a collective named `where`; the watchdog reports processes that do not reach it."""
         return self._watch.meeting(where) if self._watch else nullcontext()
 
     def waiting_for_main(self) -> AbstractContextManager:
@@ -114,7 +114,7 @@ class Processes:
             try:
                 reasons = self.all_gather_object(f"{type(error).__name__}: {error}" if error else "", doing)
             except Exception as gone:
-                if error is not None:  # a lost other process must not hide this process's error
+                if error is not None:  # report this process's own error, not the lost peer
                     raise error from gone
                 raise
             failed = [(rank, reason) for rank, reason in enumerate(reasons) if reason]
@@ -145,7 +145,7 @@ class Processes:
             self.disagree(list(unlike), next(iter(unlike.values())))
 
     def disagree(self, ranks: Sequence[int], words: str) -> None:
-        """Raise an error that names the ranks at fault and the reason; every process must call this."""
+        """Raise an error with the ranks at fault and the reason `words`; every process must call this."""
         self.known = True
         many = f"processes {', '.join(map(str, ranks))}" if len(ranks) > 1 else f"process {ranks[0]}"
         raise ProcessFailed(
@@ -170,7 +170,7 @@ class Processes:
         }
 
     def rank_mean(self, totals: Totals) -> Totals:
-        """Average loss divisors over processes: gradients are averaged too, so loss / divisor stays exact."""
+        """Average loss divisors over processes; as gradients are averaged too, loss / divisor stays exact."""
         return Totals(**self.means(asdict(totals)))
 
     def _all_bytes(self, data: bytes) -> list[bytes]:
@@ -203,7 +203,7 @@ class Processes:
 
         `counts` maps each prompt uid to its number of rows.
         """
-        # All rows of a prompt go to one process, since advantages compare them.
+        # Keep all rows of a prompt on one process, since advantages compare them.
         home = dict(zip(table.uids, table.process.tolist(), strict=True))
         load = [sum(n for uid, n in counts.items() if home.get(uid) == rank) for rank in range(self.world)]
         for uid, count in counts.items():
@@ -220,7 +220,7 @@ class Processes:
         table = table.select(torch.tensor(rows, dtype=torch.int64)).replace(rank=self.rank)
         if not len(table):
             return table
-        # Number the rows across all processes, as a single process would.
+        # Give rows the ids that they would have on a single process.
         numbers = torch.arange(len(table))[:, None].expand(table.ends.shape)
         return table.replace(ids={**table.ids, "row": numbers})
 
@@ -264,7 +264,7 @@ class Processes:
             raise ValueError(
                 "no parameter of the policy is trained; thaw a part of the model or give it an adapter"
             )
-        # Hash now: data parallelism shards the weights, or replaces them by the weights of one process.
+        # Hash before wrapping: data parallelism shards weights, or overwrites them by those of rank 0.
         self.placed += of_weights(policy) if self.world > 1 else ""
         if self.shards:  # FSDP2 moves and shards one layer at a time; a device need not hold the whole model
             check_shardable(policy.module)
@@ -333,7 +333,7 @@ def leave() -> None:
 
 
 def place_of(order: Sequence[str]) -> Callable[[str], tuple[int, str]]:
-    """Return a sort key for uids: first the uids in `order`, in that order, then all others by name.
+    """Return a sort key for prompt uids: first those in `order`, in that order, then others by name.
 
     An engine may add rows of prompts that are not in `order`, such as replayed ones.
     """
@@ -346,7 +346,7 @@ def _pack(table: RewardTable) -> bytes:
     from safetensors.torch import save
 
     tensors: dict[str, Tensor] = {}
-    tree = flatten(vars(table), tensors)  # all fields, so that a new column needs no change here
+    tree = flatten(vars(table), tensors)  # all fields of the table
     return save(apart(tensors), {"tree": json.dumps(tree)})
 
 

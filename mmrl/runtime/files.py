@@ -35,7 +35,7 @@ def replacing(path: Path, suffix: str = "tmp") -> Iterator[Path]:
     temporary = path.with_name(f"{path.name}.{suffix}")
     try:
         yield temporary
-        flush(temporary)  # else the name may reach the disk before the content
+        flush(temporary)  # content must reach the disk before the new name
         temporary.replace(path)
         flush(path.parent)
     except BaseException:
@@ -102,7 +102,7 @@ def hold(folder: Path, *, leave: bool = True) -> Iterator[None]:
         while True:
             file = stack.enter_context(path.open("a+"))  # "w" would erase the owner's name
             _flock(file, fcntl.LOCK_EX, folder)
-            # A previous owner may have removed the file when it ended.
+            # Retry if the previous owner removed the file when it ended.
             if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 break
         file.truncate(0)
@@ -181,7 +181,7 @@ def upload(folder: Path, name: str, message: str, *, private: bool) -> str:
     try:
         api = HfApi()
         repository = api.create_repo(name, private=private, exist_ok=True)
-        name = getattr(repository, "repo_id", name)  # with the owner, if `name` has none
+        name = getattr(repository, "repo_id", name)  # includes the owner
         api.upload_folder(repo_id=name, folder_path=str(folder), commit_message=message)
     except Exception as error:  # errors of the client or of its HTTP library
         raise HubError(

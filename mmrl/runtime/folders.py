@@ -1,4 +1,4 @@
-"""Owner marks of output folders, which keep other commands from writing there or emptying them."""
+"""Marker files in output folders, so that no other command writes into or empties them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 from mmrl.config.loading import ConfigError
 from mmrl.runtime.files import LOCK, hold, remove, write_whole
 
-MARK = ".mmrl"  # JSON: `by`, the command that made the folder, and further facts about it
-UNFINISHED = ".unfinished"  # folder inside an output folder, for new content until it is complete
+MARK = ".mmrl"  # JSON: `by` (the command that created the folder) and further facts
+UNFINISHED = ".unfinished"  # folder inside an output folder, for incomplete new content
 NO_CONTENT = (LOCK, MARK, UNFINISHED)
 SHOWN = 3
 
 
 def mark(folder: Path, by: str, **facts: Any) -> None:
-    """Write a marker file with the name of the command that made a folder and further facts."""
+    """Write a folder's marker file: the command that created it, and further facts."""
     write_whole(folder / MARK, json.dumps({"by": by, **facts}, sort_keys=True) + "\n")
 
 
@@ -31,7 +31,7 @@ def mark_of(folder: Path) -> dict[str, Any]:
         if isinstance(parsed, dict) and isinstance(parsed.get("by"), str):
             return parsed
     except (OSError, ValueError):
-        pass  # without a readable mark, the content of the folder may show who made it
+        pass  # unreadable: infer from the content below
     by = next((by for by, proof in _PROOFS.items() if proof(folder)), "")
     return {"by": by} if by else {}
 
@@ -49,7 +49,7 @@ def check_writable(folder: Path) -> None:
     if not there.is_dir():
         raise ConfigError(f"'{folder}' cannot be a folder: '{there}' is no folder; name another")
     try:
-        with tempfile.TemporaryFile(dir=there):  # for root, `os.access` is always true, even in /proc
+        with tempfile.TemporaryFile(dir=there):  # `os.access` is always true for root
             pass
     except OSError as error:
         reason = f"'{there}' takes no file ({error.strerror})"
@@ -57,7 +57,7 @@ def check_writable(folder: Path) -> None:
 
 
 def check_owner(folder: Path, by: str, writes: Iterable[str] | None = None) -> dict[str, Any]:
-    """Raise `ConfigError` if a command must not write into a folder; return the mark of the folder.
+    """Raise `ConfigError` if a command must not write into a folder; return the folder's marker file.
 
     Args:
         folder: Output folder of the command; it need not exist.
@@ -84,7 +84,7 @@ def check_owner(folder: Path, by: str, writes: Iterable[str] | None = None) -> d
 
 
 def _listed(paths: Sequence[Path]) -> str:
-    """Format the names of the first `SHOWN` paths and the number of the others."""
+    """Format the first `SHOWN` paths and the number of further ones."""
     more = f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
     return ", ".join(path.name for path in paths[:SHOWN]) + more
 
@@ -106,7 +106,7 @@ def making(folder: Path, by: str, *, overwrite: bool = False, **facts: Any) -> I
             check_replaceable(folder, by, overwrite=overwrite, **facts)  # again, under the lock
             remove(unfinished)  # left by a killed process
             new_folder = unfinished / "new" / folder.resolve().name  # builders may write this name into files
-            new_folder.parent.mkdir(parents=True)  # the caller creates the folder itself
+            new_folder.parent.mkdir(parents=True)  # only the parent
             try:
                 yield new_folder
                 check_replaceable(folder, by, overwrite=overwrite, **facts)  # other programs ignore the lock
@@ -122,7 +122,7 @@ def making(folder: Path, by: str, *, overwrite: bool = False, **facts: Any) -> I
 
 @contextmanager
 def written_whole(output: Path) -> Iterator[Path]:
-    """Yield a temporary path to write; on exit its files, and files beside it, move to `output`'s folder.
+    """Yield a temporary path; on exit move its files, and files written beside it, to `output`'s folder.
 
     After an error no file is moved, and existing files stay. Moved files replace files of the same name.
     """

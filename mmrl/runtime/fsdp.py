@@ -1,8 +1,8 @@
 """Functions that gather FSDP2 shards for saving, loading and generation, and reshard loaded states.
 
 For saving, tensors are gathered one at a time into main memory of process 0, so that no device holds more
-than its shards and one full tensor. Models save themselves with their library's method, which
-`torch.distributed.checkpoint.state_dict` cannot call. Without sharding all functions are the identity.
+than its shards and one full tensor. `torch.distributed.checkpoint` cannot be used, because models are saved
+by their library's own method. Without sharding all functions do nothing.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def _saves() -> bool:
-    """Whether this process saves the full weights (process 0)."""
+    """Whether this process receives the full weights for saving (process 0)."""
     return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
 def check_shardable(module: nn.Module) -> None:
-    """Raise `ConfigError` for quantised weights, which FSDP2 would leave whole and on another device."""
+    """Raise `ConfigError` for quantised weights, which FSDP2 does not shard."""
     for name, parameter in module.named_parameters():
         if not parameter.is_floating_point():
             raise ConfigError(
@@ -60,7 +60,7 @@ def check_shardable(module: nn.Module) -> None:
 
 
 def sharded_parts(module: nn.Module) -> list[Any]:
-    """List the submodules that FSDP2 shards, including submodules that are currently gathered."""
+    """List the FSDP2 modules inside a model, including currently unsharded ones."""
     if not torch.distributed.is_initialized():
         return []
     from torch.distributed.fsdp import FSDPModule
@@ -94,7 +94,7 @@ def gathered(
         if is_shard(parameter) and (chosen is None or id(parameter) in chosen)
     ]
     keeps = not sharded or everywhere or _saves()
-    # FSDP2's hooks after `load_state_dict` expect shards, but inside this context tensors are full.
+    # Disable FSDP2's `load_state_dict` hooks, which expect shards: inside this context tensors are full.
     hooks = [part._load_state_dict_post_hooks for part in module.modules()] if sharded else []
     before = [dict(hook) for hook in hooks]
     wholes: dict[int, nn.Parameter] = {}  # by id, so that a shared parameter stays shared
@@ -139,13 +139,13 @@ def unsharded(module: nn.Module, *, again: bool = True) -> Iterator[None]:
     if parts:
         from torch.distributed.fsdp import register_fsdp_forward_method
 
-        # FSDP2 takes the first called module as its root, but generation may call a submodule first.
+        # Initialise FSDP2's root now: it takes the first called module, but generation may call a submodule.
         module.begin = lambda: None
         register_fsdp_forward_method(module, "begin")
         module.begin()
         del module.begin
     for part in parts:
-        part.set_reshard_after_forward(False, recurse=False)  # else the first forward pass reshards the part
+        part.set_reshard_after_forward(False, recurse=False)  # keep it unsharded after a forward pass
         part.unshard()
     try:
         yield
@@ -159,7 +159,7 @@ def widen(module: nn.Module, names: Collection[str]) -> None:
     """Convert the parameters in `names` of a sharded model to float32 in place, shard by shard."""
     chosen = {id(parameter) for name, parameter in module.named_parameters() if name in names}
     if chosen:
-        # `_apply` also renews the flat buffers from which FSDP2 gathers.
+        # `_apply` also recreates the flat buffers from which FSDP2 gathers.
         module._apply(lambda tensor: tensor.float() if id(tensor) in chosen else tensor)
 
 
@@ -175,7 +175,7 @@ def swap(parameter: Tensor, weight: Tensor) -> Tensor:
     old = current.clone()
     current.copy_(other)
     other.copy_(old)
-    return weight  # `weight` now has the old values
+    return weight  # now holds the old values
 
 
 def local_copy(parameter: Tensor) -> Tensor:

@@ -21,11 +21,11 @@ from urllib.parse import urlsplit
 from torch import Tensor
 
 LARGEST = 64 << 20  # maximum bytes of a response
-PASSING = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses that are retried
+PASSING = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses to retry
 
 
 class TooLong(ValueError):
-    """Error: a response has more than `LARGEST` bytes."""
+    """Raised if a response has more than `LARGEST` bytes."""
 
 
 class StatusError(ConnectionError):
@@ -109,8 +109,8 @@ class JsonClient:
         stream = connection.sock  # `connection.sock` becomes None at the end of the response
 
         def cut() -> None:
-            with contextlib.suppress(OSError):  # the connection may have ended already
-                # `SSLSocket.shutdown` would remove the encryption under the reading thread.
+            with contextlib.suppress(OSError):  # already closed
+                # `SSLSocket.shutdown` would end encryption while the other thread still reads.
                 socket.socket.shutdown(stream, socket.SHUT_RDWR)
 
         # A socket's timeout applies to each read, but a server may send a byte at a time.

@@ -48,7 +48,7 @@ class Links:
             for _ in range(self.world - 1):
                 link, _ = server.accept()
                 link.settimeout(ENOUGH)
-                # An unknown client that reaches the port can at most make this run time out.
+                # Not authenticated: a foreign client on this port can only cause a timeout.
                 other = int.from_bytes(link.recv(4, socket.MSG_WAITALL), "big")
                 self._listen(link, other)
 
@@ -60,7 +60,7 @@ class Links:
     def _listen(self, link: socket.socket, other: int) -> None:
         link.settimeout(None)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        # Options of Linux; other systems use their default probes.
+        # Linux only; other systems keep their default probes.
         probes = {"TCP_KEEPIDLE": IDLE, "TCP_KEEPINTVL": INTERVAL, "TCP_KEEPCNT": PROBES}
         for name, value in probes.items():
             if hasattr(socket, name):

@@ -81,7 +81,7 @@ def _shapes(layer: Any, weight: Tensor) -> nn.Parameter:
     else:
         codes, scales, _ = functional.int8_vectorwise_quant(weight.half())
         attributes = {"CB": codes, "SCB": scales}
-        layer.state.threshold = 0.0  # outliers depend on values, which fake tensors lack
+        layer.state.threshold = 0.0  # no outlier detection: it needs values
     parameter = nn.Parameter(codes, requires_grad=False)
     vars(parameter).update(settings | attributes)
     return parameter
@@ -114,6 +114,6 @@ def scales_of(module: nn.Module) -> Iterator[Tensor]:
             while state is not None:  # 4-bit scales can be quantised themselves
                 yield from (value for value in vars(state).values() if isinstance(value, torch.Tensor))
                 state = state.state2
-            scales = getattr(owner, "SCB", None)  # 8-bit scales, which the first call moves to the layer
+            scales = getattr(owner, "SCB", None)  # 8-bit scales (moved to the layer by its first call)
             if isinstance(scales, torch.Tensor):
                 yield scales

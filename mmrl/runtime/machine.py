@@ -16,11 +16,11 @@ import torch
 POWERCAP = Path("/sys/class/powercap")  # RAPL counters of Linux, one folder per processor package
 JOULES = {"cpu": "energy/cpu_joules", "gpu": "energy/gpu_joules"}  # metric name per kind of device
 
-# Function that reads the joules of a device since some fixed time, and the joules at which it restarts at 0.
+# (function that reads a device's cumulative joules, value at which the counter wraps around to 0)
 Counter = tuple[Callable[[], float], float]
 
 
-@cache  # a process runs the code of the commit at which it started
+@cache  # once: later commits do not affect a running process
 def describe_machine() -> dict[str, Any]:
     """Return commit (with `+` if files were changed), devices, and the devices without an energy meter."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -62,7 +62,7 @@ class EnergyMeter:
             now = [read() for read, _ in self.counters[name]]
             pairs = zip(before, now, self.counters[name], strict=True)
             steps = [b - a + (wrap if b < a else 0.0) for a, b, (_, wrap) in pairs]
-            spent[JOULES[name]] = sum(max(0.0, step) for step in steps)  # below 0: a restarted driver
+            spent[JOULES[name]] = sum(max(0.0, step) for step in steps)  # < 0: driver restarted
             self.last[name] = now
         return spent
 

@@ -88,7 +88,7 @@ def placement() -> Placement:
 
 @cache
 def _fake() -> FakeTensorMode:
-    # Real tensors, such as token ids, may be inputs of fake modules.
+    # Allow real inputs, such as token ids, in fake modules.
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -178,7 +178,7 @@ def applied_transforms(model: nn.Module) -> tuple[dict[str, Any], ...]:
 
 
 def record_transform(view: nn.Module, model: nn.Module, name: str, options: Mapping[str, Any]) -> nn.Module:
-    """Record in `view` the transform that made it from `model`; raise `ValueError` if applied before."""
+    """Add a transform to the record of `view`, its result; raise `ValueError` if `model` already has it."""
     for done in applied_transforms(model):
         if done["name"] == name:
             raise ValueError(
@@ -200,20 +200,20 @@ def twin(model: nn.Module) -> nn.Module:
             if module.weight.CB is not None:
                 module.init_8bit_state()
             tensors += [value for value in vars(module.state).values() if isinstance(value, torch.Tensor)]
-    # Tensors in the memo of `deepcopy` count as copied, so both models share them.
+    # Put weight tensors into the memo of `deepcopy`, so that both models share them.
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 class Derived:
     """A transformed copy of a model, which shares its weights and follows their changes in training.
 
-    If a transform quantised or sliced weights, the copy is rebuilt when the original weights change.
+    If a transform quantised or sliced weights, the copy is rebuilt after each change of the originals.
     """
 
     def __init__(self, model: nn.Module, transforms: Sequence[Callable]) -> None:
         self.model, self.transforms = model, transforms
         self.made: nn.Module | None = None
-        self._read: list[nn.Parameter] = []  # weights of the model that the transforms replaced
+        self._read: list[nn.Parameter] = []  # original weights that transforms replaced
         self._stamp: Any = None
 
     def __call__(self) -> nn.Module:
@@ -228,14 +228,14 @@ class Derived:
             copied = {id(tensor) for tensor in (*derived.parameters(), *derived.buffers())}
             shared = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
             parameters = list(self.model.parameters())
-            # Weights that the copy lacks were replaced. If it only has extra weights, any may be a source.
+            # Originals missing in the copy were replaced. If it only adds weights, any may be their source.
             replaced = [parameter for parameter in parameters if id(parameter) not in copied]
             self._read = replaced or (parameters if copied - shared else [])
             self._stamp = self._look()
         return self.made
 
     def _look(self) -> Any:
-        """Return a stamp that differs after weights change in place, move in memory, or are replaced."""
+        """Return a version stamp of weights: changes on writes in place, new storage or replacement."""
         identities = tuple(id(p) for p in self.model.parameters())
         return identities, tuple((p._version, p.data_ptr()) for p in self._read)
 

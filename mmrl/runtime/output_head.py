@@ -50,7 +50,7 @@ def forward_factor(model: Any) -> float:
 
 
 class _States:
-    """Stand-in for the output of a model without its head; it contains only the last hidden states."""
+    """Mock output of a model body: only the last hidden states."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -83,7 +83,7 @@ def check_head(model: Any) -> None:
     width = getattr(head.linear, "in_features", weight.shape[1])
     hidden = torch.linspace(-2, 2, 3 * width, device=weight.device).view(1, 3, width)
     hidden = hidden.to(weight.dtype if weight.is_floating_point() else torch.float32)
-    core = core if isinstance(core, nn.Module) else core.get_decoder()  # a `base_model` may be a plain object
+    core = core if isinstance(core, nn.Module) else core.get_decoder()  # `base_model` may be no module
     before = vars(core).get("forward")
     core.forward = lambda *_, **__: _States(hidden)
     try:
@@ -92,8 +92,8 @@ def check_head(model: Any) -> None:
         del core.forward
         if before is not None:
             core.forward = before
-    own = head(hidden)[..., : wanted.shape[-1]]  # Janus has another head beside that of texts
-    hidden_tokens = wanted <= torch.finfo(wanted.dtype).min / 2  # Chameleon's forward pass hides image tokens
+    own = head(hidden)[..., : wanted.shape[-1]]  # Janus: text head only
+    hidden_tokens = wanted <= torch.finfo(wanted.dtype).min / 2  # masked image tokens (Chameleon)
     logits, wanted = (x.masked_fill(hidden_tokens, 0).float() for x in (own, wanted))
     wanted = wanted * forward_factor(model)
     if not (logits - wanted).norm() <= 0.02 * wanted.norm():

@@ -22,7 +22,7 @@ OWN = "mmrl"  # custom resource that marks a cluster which a run started for its
 STARTING = 600.0  # seconds that actors may take to start and to load their models
 log = logging.getLogger("mmrl")
 _joined: dict[str, str] = {}  # maps a cluster's session name to the address by which this process joined
-_starting = threading.Lock()  # rewards run in threads, but a process joins a cluster once
+_starting = threading.Lock()  # reward threads must not join a cluster twice
 
 
 class ActorsLost(RuntimeError):
@@ -60,16 +60,16 @@ class Actors:
         self.restarts = 0  # number of restarts since the metrics were last read
 
     def ready(self) -> None:
-        """Start the actors and wait for them; replace actors that still work on an abandoned request.
+        """Start the actors and wait for them; replace actors that are busy with an abandoned request.
 
-        Then neither start-up nor an abandoned request uses up the timeout of the next call.
+        So the next call's timeout covers neither start-up nor an abandoned request.
         """
         import ray
 
         self.start()
         for i, request in enumerate(self.pending):
             if not ray.wait([request], timeout=0)[0]:
-                ray.kill(self.actors[i])  # drops the request too, which a restarted actor would get again
+                ray.kill(self.actors[i])  # also drops its request, which a restart would repeat
                 self.actors[i] = self._actor()
                 self.processes.pop(i, None)
         if len(self.processes) < len(self.actors):
@@ -134,7 +134,7 @@ class Actors:
         given, own = self.workers, OWN in ray.cluster_resources()
         env = dict(given.runtime_env or {})
         if own:
-            # The actors of all pieces share the cores of this machine, so that none waits for another to end.
+            # Reserve no cores on this machine: else actors of one piece may wait for those of another.
             threads = str(max(1, int(given.num_cpus)))
             env["env_vars"] = {"OMP_NUM_THREADS": threads, **env.get("env_vars", {})}
         options = {
@@ -164,7 +164,7 @@ def join(workers: Workers, what: str) -> None:
         _joined[ray.get_runtime_context().get_session_name()] = address
         return
     context = ray.get_runtime_context()
-    # Without an entry, the user's program has joined or started the cluster.
+    # No entry: the user's own program joined or started the cluster.
     joined = _joined.get(context.get_session_name())
     if address not in (("", "auto") if joined is None else (joined,)) and address != context.gcs_address:
         raise ConfigError(

@@ -58,7 +58,7 @@ class RewardWorker:
         try:
             values = called(self.reward, asked.prompts, asked.outcomes, asked.call, asked.seconds)
             return Scored(values, asked.call)
-        # Also SystemExit, which would end the actor; without actors it would not end the run either.
+        # Also catch SystemExit, which would end the actor, as the call in a thread does.
         except BaseException as error:
             kind = "" if isinstance(error, NotNumbers) else type(error).__name__
             return Scored([], asked.call, (kind or "NotNumbers", str(error), traceback.format_exc()))
@@ -136,7 +136,7 @@ def with_actors(rewards: Sequence[Bound]) -> list[Bound]:
             case Elsewhere() as source:
                 parts = source.piece, source.policy, source.stream.seed, source.stream.stage
                 workers = bound.call["workers"]
-                # The key has the reward's name, because concurrent rewards must not share actors.
+                # Include the reward's name: concurrent rewards must not share actors.
                 key = repr((bound.name, parts, workers))
                 what = f"the actors of the reward '{bound.name}'"
                 actors = _ACTORS.get(key) or Actors(RewardWorker, parts, workers, what)

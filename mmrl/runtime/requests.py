@@ -17,7 +17,7 @@ def taken(
     """Remove and return the pending request of a step for these prompt objects, or a new request.
 
     A request is a tuple that starts with its step and its prompts. `ask` makes a request and appends it to
-    `pending`. Requests before the returned one are dropped: their prompts have been left out since.
+    `pending`. Requests before the returned one are dropped, as the run has skipped their prompts.
     """
     for place, (asked, listed, *_) in enumerate(pending):
         if asked == step and [*map(id, listed)] == [*map(id, prompts)]:

@@ -53,7 +53,7 @@ class Result:
     logged: Scoring = field(default_factory=Scoring)
     failure: str = ""
     cause: BaseException | None = None
-    lasting: bool = False  # later calls fail as well, so `on_error: skip` is not applied
+    lasting: bool = False  # later calls will fail, too: raise despite `on_error: skip`
 
 
 def call_all(
@@ -83,7 +83,7 @@ def call_all(
         thread.start()
     for thread, limit in zip(threads, limits, strict=True):
         thread.join(max(0.0, began + limit - time.monotonic()))
-    return list(results)  # a copy, since a late thread may still write into the list
+    return list(results)  # a copy: late threads may still write into `results`
 
 
 def _call_where_it_applies(
@@ -138,7 +138,7 @@ def _with_retries(
 ) -> Result:
     """Call a reward; if it raises, call it again up to `retries` times before the deadline."""
     for left in reversed(range(1 + bound.call.get("retries", 0))):
-        # Values that a failed attempt logged are dropped.
+        # Drop what a failed attempt logged.
         call = replace(scoring, metrics={}, columns={}, deadline=deadline)
         try:
             return Result(called(bound, prompts, outcomes, call, deadline - time.monotonic()), call)

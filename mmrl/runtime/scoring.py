@@ -1,4 +1,4 @@
-"""Calls of a single reward: copied arguments, readable context, logging, and return value checks."""
+"""Call of one reward function: protected arguments, context, logging, checks of its return value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mmrl.core.types import Message, Outcome, Prompt, TrainerState
 
 
 def handed(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> tuple[list[Prompt], list[Outcome]]:
-    """Copy the arguments of a reward, so that its changes in place do not reach other rewards.
+    """Copy the arguments of a reward, so that in-place changes do not affect other rewards.
 
     Lists, dictionaries, sets, tensors and arrays are copied. Pixels and times of outcomes are shared, and so
     are objects of other classes.
@@ -40,7 +40,7 @@ def _copy(value: Any) -> Any:
             return {key: _copy(inner) for key, inner in value.items()}
         case list():
             return [_copy(inner) for inner in value]
-        case tuple() if type(value) is tuple:  # the constructors of named tuples differ, so they are shared
+        case tuple() if type(value) is tuple:  # not named tuples: other constructors
             return tuple(_copy(inner) for inner in value)
         case set():
             return set(value)
@@ -51,11 +51,11 @@ def _copy(value: Any) -> Any:
 
 @dataclass
 class Scoring:
-    """Context of one reward call: what the reward may read besides its arguments, and what it logs."""
+    """Context of one reward call: readable values besides the arguments, and logged metrics."""
 
     tokens: Sequence[Sequence[int] | None] = ()  # token ids of each outcome; None if it has no tokens
     turns: Sequence[Sequence[Message]] = ()  # conversation of each outcome; may be empty
-    rows: Sequence[int] = ()  # index of each outcome's rollout
+    rows: Sequence[int] = ()  # rollout index per outcome
     state: TrainerState = TrainerState()
     metrics: dict[str, list[float]] = field(default_factory=dict)
     columns: dict[str, list[Any]] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Scoring:
         self.columns[column] = list(values)
 
 
-# Context of the current call. Each reward runs in its own thread, and each thread has its own value.
+# Context of the current reward call, separate for each thread (each reward runs in one).
 SCORING: ContextVar[Scoring] = ContextVar("SCORING")
 
 
@@ -140,7 +140,7 @@ def one_each(result: Any, count: int) -> list:
             listed = tolist()
         case list() | tuple():
             listed = list(result)
-        # These are iterable, but their items are not one number per outcome.
+        # Refuse iterables whose items cannot be one number per outcome.
         case str() | bytes() | bytearray() | Mapping() | Set():
             raise NotNumbers(f"gave {shown(result)}, not a number per outcome")
         case Iterable():

@@ -1,4 +1,4 @@
-"""Finished parts of a build on disk, from which an interrupted build resumes."""
+"""Shards on disk of a data set build, from which an interrupted build resumes."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Shards:
         """
         if processes.main:
             self.agree("plan", plan())
-        # Process 0 decides for all. With a check in each, a late process could skip a collective call.
+        # Process 0 decides for all, because other processes may already see newer shards.
         if not processes.all_gather_object(all(map(self.has, numbers)))[0]:
             generate([n for n in numbers[processes.rank :: processes.world] if not self.has(n)])
         for number in numbers:
-            while not self.has(number):  # a collective call would time out
+            while not self.has(number):  # poll, since a collective would time out
                 time.sleep(PAUSE)
         processes.wait()
 
@@ -67,7 +67,7 @@ class Shards:
             return [json.loads(line) for line in file]
 
     def agree(self, name: str, plan: Mapping[str, Any]) -> None:
-        """Record the inputs of a build; raise `RowError` if the folder was built from other inputs."""
+        """Record a build's inputs in its folder; raise `RowError` if they differ from recorded inputs."""
         text = json.dumps(plan, indent=1, ensure_ascii=False) + "\n"
         if not (self.folder / f"{name}.json").is_file():
             write_whole(self.folder / f"{name}.json", text)
@@ -90,7 +90,7 @@ class Shards:
 
 
 def hash_of_files(piece: Piece) -> str:
-    """Hash the local files named in a piece's options, to compare builds without loading weights."""
+    """Hash the local files that a piece's options name, so that a resumed build detects changed files."""
     values = [value for value in piece.options.values() if type(value) is str]
     files = [Path(value) for value in values if Path(value).exists()]
     return of_files(files) if files else ""

@@ -15,7 +15,7 @@ def flatten(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
             tensors[path] = value.detach().cpu().contiguous()
             return {"tensor": path}
         case Mapping():
-            # A list of pairs, because JSON would turn an optimizer's integer keys into strings.
+            # Store mappings as pairs, because JSON would turn an optimizer's integer keys into strings.
             return {"map": [(key, flatten(inner, tensors, f"{path}/{key}")) for key, inner in value.items()]}
         case list() | tuple():
             return {"list": [flatten(inner, tensors, f"{path}/{i}") for i, inner in enumerate(value)]}
@@ -27,7 +27,7 @@ def flatten(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
 
 
 def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy each tensor that shares memory with another or is a view of a larger one, for safetensors."""
+    """Copy tensors that share memory or are views of larger ones, which safetensors refuses."""
     seen: set[int] = set()
     own: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Watchdog: ends all processes of a run if one fails, hangs or is lost, so that none waits for ever.
+"""Watchdog that ends all processes of a run if one fails, hangs or is lost.
 
 A failing process writes the reason into a `TCPStore`, which a thread of every other process reads. A process
 whose main thread still waits half a minute later exits and prints the reason. The same happens if a process
@@ -91,7 +91,7 @@ class Watch:
         self.rank, self.world, self.known, self.limit = rank, world, known, limit
         self.place = (0, "the beginning")  # number and name of the last collective of this process
         self.waiting = False
-        self.stays = 0  # number of calls of `waiting_for_main`
+        self.stays = 0  # numbers the calls of `waiting_for_main`
         self.heard = ""
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._listen, daemon=True)
@@ -137,10 +137,10 @@ class Watch:
         others = ""
         if error is None or self.known():
             self.store.add("done", 1)
-            if self.rank == 0:  # rank 0 hosts the store, so it leaves last
+            if self.rank == 0:  # rank 0 hosts the store and must leave last
                 self._wait(lambda: self.store.add("done", 0) >= self.world)
         else:
-            self._wait(lambda: self.heard, 4 * PERIOD)  # the collective may break before the reason arrives
+            self._wait(lambda: self.heard, 4 * PERIOD)  # let the reason of a broken collective arrive
             others = self.heard
             if not others:
                 words = f"process {self.rank} of {self.world} failed: {type(error).__name__}: {error}"
@@ -178,7 +178,7 @@ class Watch:
         """Publish this process's last collective and read the failures of others, until the context ends."""
         shown, waited = None, 0.0
         while not self.over.wait(PERIOD):
-            # Count periods, because wall time goes on while all processes are suspended.
+            # Count periods, not wall time, which goes on while all processes are suspended.
             waited = waited + PERIOD if self.waiting and shown is self.place else 0.0
             try:
                 if shown is not self.place:
@@ -199,7 +199,7 @@ class Watch:
                 self.store.add("heard", 1)
             if late and self.rank == 0:  # the store ends with this process
                 self._wait(lambda: self.store.add("heard", 0) >= self.world)
-            # A process that hangs, or waits for a hanging one, does not end by itself.
+            # This process hangs, or waits for one that does: end it.
             self._end(words, 0.0 if late else SOON if GONE in words else GRACE)
             return
 

@@ -17,13 +17,13 @@ from mmrl.runtime.content_hash import of_tensors
 from mmrl.runtime.modules import DTYPES, placement, stored_dtypes
 
 log = logging.getLogger("mmrl")
-# Additional weights in older files: buffers that are recomputed, and copies of tied weights.
+# Surplus weights of older files that may be ignored: recomputed buffers, copies of tied weights.
 BUFFERS = re.compile(r"(position_ids|inv_freq|masked_bias|attn\.bias|num_batches_tracked|lm_head\.weight)$")
 FEW_BITS = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F4")  # low-bit dtypes of safetensors, whose values need scales
 BASE = "mmrl_base_weights"  # header key of an adapter file: hash of the base weights
 # Settings of a `LoraConfig` that change the effect of given adapter weights.
 EFFECTIVE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora", "lora_bias")
-# Settings without effect once weights exist; the names of the weights show the adapted modules.
+# Settings without effect once weights exist, or that the weight names imply.
 PAST = (
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "target_modules", "exclude_modules", "lora_dropout", "init_lora_weights",

@@ -41,7 +41,7 @@ class Workers:
 def workers_of(entry: Entry, options: Mapping[str, Any], given: Mapping[str, Any], place: str) -> Workers:
     """Parse the setting `workers` of a reward.
 
-    Raises `ConfigError` for a reward that actors cannot rebuild, or whose values would depend on the actor.
+    Raises `ConfigError` for a reward that actors cannot rebuild, or whose values would differ between actors.
     """
     workers = convert(given, Workers, f"{place}.workers")
     named = f"{place}: '{entry.full_name}'"
@@ -65,7 +65,7 @@ def workers_of(entry: Entry, options: Mapping[str, Any], given: Mapping[str, Any
 
 
 def object_in(value: Any) -> str:
-    """Find the name of a Python object of this program in a configuration value; "" if it has none."""
+    """Find a name in a configuration value that refers to an in-memory Python object; "" without any."""
     match value:
         case str() if objects.is_object(value):
             return value

@@ -27,11 +27,11 @@ class Allocate:
     - `v0`: increase of the utility n (1 - p) (1 - (1 - p)^(n - 1)) of n rollouts at pass rate p (V_0,
       arXiv 2602.03584).
     - `v05`: decrease of the squared error of a baseline shrunk to `prior_column` (V_0.5, arXiv 2603.10848).
-      Rollouts with a gain of at most `rollout_cost` are not made, so a step may have fewer than the budget.
+      Rollouts with a gain of at most `rollout_cost` are skipped, so a step may stay below its budget.
     - `xrpo`: decrease of the half-width of the 95% interval of the mean reward, plus `exploration`
       sqrt(ln(1 + rollouts) / n) (XRPO, arXiv 2510.06672).
 
-    Our readings: the rules use results of earlier steps, not results inside a step. Pass rates are means over
+    Our readings: the rules use results of earlier steps, not of the current one. Pass rates are means over
     all rollouts of a prompt, shrunk to the prior, which is Beta(1, 1) without a column. Predictions of a
     value model are not shrunk, as in V_0. Our value model is trained during the run; V_0 is trained before.
 
@@ -70,7 +70,7 @@ class Allocate:
         self.sampler, self.of, self.gain = sampler, of, GAINS[rule]
         self.value_model = value_model
         self.values: Callable[[Sequence[Prompt]], list[float]] | None = None
-        self.floor = rollout_cost if rule == "v05" else -math.inf  # smaller gains give no rollout
+        self.floor = rollout_cost if rule == "v05" else -math.inf  # no rollout for smaller gains
         self.exploration, self.at_least, self.at_most = exploration, at_least, at_most
         self.value = PriorValue(prior_column, prior_count)
         self.given: dict[str, int] = {}  # number of rollouts by uid in the last step

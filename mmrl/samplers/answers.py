@@ -1,4 +1,4 @@
-"""A base class for samplers that read answers to earlier prompts, gathered from all processes."""
+"""Base class for samplers that need the answer texts of all processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmrl.core.types import Prompt, Rollouts
 class ReadsAnswers:
     """Base class of samplers that need the answer texts of rows on all processes."""
 
-    tell_all: Callable[[Any], list[Any]] | None = None  # None: there are no other processes
+    tell_all: Callable[[Any], list[Any]] | None = None  # None: single process
 
     def connect(self, ask: Callable[[Sequence[Prompt]], Rollouts], tell: Callable[[Any], list[Any]]) -> None:
         """Store `tell`, which gathers values from all processes; `ask` is not used."""

@@ -1,4 +1,4 @@
-"""Shared code of samplers with a memory: prompts by uid, draws without repetition, rewards per prompt."""
+"""Shared code of samplers: draws without repetition within a step, and statistics per prompt."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mmrl.data.row_prompts import uids_of
 class Candidates:
     """The prompts of a run, and which of them were used in the current step.
 
-    Later sampling rounds of a step replace groups that a filter dropped, so they use other prompts. Used
-    prompts come again only if there are no others.
+    Later sampling rounds of a step, which replace filtered groups, draw unused prompts, or used ones if
+    there are no others.
     """
 
     data: Sequence[Prompt]

@@ -39,13 +39,13 @@ class GroupByLength(Uniform):
     ) -> None:
         super().__init__(data, stream=stream)
         self.mega_batch, self.length_column = mega_batch, length_column
-        self.step_size = 0  # prompts of a step, from the first draw
+        self.step_size = 0  # prompts per step, set by the first draw
         if length_column:
-            _ = self.lengths  # reports a missing column before any weight is loaded
+            _ = self.lengths  # fail early if the column is missing
 
     @cached_property
     def lengths(self) -> list[float]:
-        """The length of every prompt with its first answer."""
+        """The length of every prompt, including its first recorded answer."""
         if self.length_column:
             return numbers_of(self.data, self.length_column, "group_by_length")
         return [
@@ -59,9 +59,9 @@ class GroupByLength(Uniform):
         return super().draw(num_prompts, num_generations)
 
     def order_of(self, epoch: int) -> list[int]:
-        """Return the places of all prompts, step after step; the seed and the epoch determine the order."""
+        """Return the shuffled indices of all prompts, step by step; seed and epoch determine the order."""
         order, size = super().order_of(epoch), max(1, self.step_size)
-        begun = -epoch * len(order) % size  # the first prompts complete a step of the epoch before
+        begun = -epoch * len(order) % size  # prompts that fill up the last step of the previous epoch
         mega, steps = size * self.mega_batch, list[list[int]]()
         for at in range(begun, len(order), mega):
             part = sorted(order[at : at + mega], key=self.lengths.__getitem__, reverse=True)

@@ -17,7 +17,7 @@ from mmrl.core.types import Prompt, Rollouts
 from mmrl.data.hints import TAG, TEMPLATE, check_hints, tiers, wanting_hint, with_hint
 from mmrl.samplers.answers import ReadsAnswers
 
-PATIENCE = 10  # steps with failures but without a second round that are allowed before an error
+PATIENCE = 10  # consecutive steps with failed prompts but no second round before an error
 
 
 def rewards_of(table: RewardTable, of: str) -> list[float]:
@@ -30,7 +30,7 @@ class Failed:
     """A failed prompt, one of its answers, and the number of hints shown since."""
 
     prompt: Prompt
-    answer: str = ""  # read by the model that writes hints
+    answer: str = ""  # input of the model that writes hints
     shown: int = 0
 
 
@@ -94,8 +94,8 @@ class WithHints(ReadsAnswers):
         self.start, self.of, self.threshold = start, of, threshold
         self.asked: dict[str, Prompt] = {}  # prompts of this step, without hints
         self.failed: dict[str, Failed] = {}  # failed prompts of this step with hints left
-        self.level: dict[str, int] = {}  # number of hints by uid that were not enough, for `next_time`
-        self.ignored = 0  # steps with failures since the last second round, for `next_round`
+        self.level: dict[str, int] = {}  # hints shown without success, by uid (`next_time`)
+        self.ignored = 0  # steps with failed prompts but no second round (`next_round`)
         self.counts = {"hints/prompts": 0.0, "hints/solved": 0.0}
 
     def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
@@ -166,7 +166,7 @@ class WithHints(ReadsAnswers):
         return failed.shown < len(self._hints(failed.prompt))
 
     def _hinted(self, prompt: Prompt, level: int) -> Prompt:
-        """Return the prompt with its hint number `level`, counted from 1."""
+        """Return the prompt with the hint of a level, counted from 1."""
         hint = self._hints(prompt)[level - 1]
         return with_hint(prompt, hint, tag=str(level), template=self.hint_template)
 
@@ -188,7 +188,7 @@ class WithHints(ReadsAnswers):
         return self._hinted(prompt, level) if level else prompt
 
     def _remember(self, solved: Mapping[str, bool]) -> None:
-        """Raise the hint level of failed prompts, and reset the level of solved prompts."""
+        """Increment the hint level of failed prompts, and reset that of solved prompts."""
         for uid, success in solved.items():
             hinted = bool(self.level.get(uid))
             self.counts["hints/prompts"] += hinted

@@ -14,13 +14,13 @@ EVEN = 0.5  # prior pass rate without a column
 class PriorValue:
     """Running pass rates of prompts, shrunk to a prior with the weight of `prior_count` rollouts.
 
-    The prior is a column of the data, in place of the value model of V_0 (arXiv 2602.03584). Predictions of a
-    model, such as a critic, are used without shrinkage.
+    The prior is a data column, instead of V_0's value model (arXiv 2602.03584). Predictions of a model, such
+    as a critic, replace the estimate without shrinkage.
     """
 
     def __init__(self, column: str = "", prior_count: float = 2.0) -> None:
         self.column, self.prior_count = column, prior_count
-        self.predicted: dict[str, float] = {}  # predictions of a second model for the last draw
+        self.predicted: dict[str, float] = {}  # predictions of a critic for the last draw
         self.sums: dict[str, tuple[float, float, float]] = {}  # count, sum, sum of squares by uid
 
     def prior(self, prompt: Prompt) -> float:

@@ -18,7 +18,7 @@ class Sources:
     """The prompts of a run, grouped by source, with draws without repetition."""
 
     def __init__(self, data: Sequence[Prompt], stream: Stream, named: Sequence[str], name: str) -> None:
-        self.candidates, self.name = Candidates(data, stream), name  # `named`: the source of every prompt
+        self.candidates, self.name = Candidates(data, stream), name  # `named`: source per prompt
         self.names = tuple(dict.fromkeys(named))
         numbers = {source: i for i, source in enumerate(self.names)}
         self.source = torch.tensor([numbers[source] for source in named])  # (M,)

@@ -23,7 +23,7 @@ class Uniform:
 
     def draw(self, num_prompts: int, num_generations: int) -> list[Prompt]:
         """Draw the next prompts, `num_generations` entries each; no prompt comes twice in one draw."""
-        chosen: dict[int, None] = {}  # an ordered set, since a draw that spans two epochs may repeat a prompt
+        chosen: dict[int, None] = {}  # ordered set: a draw across two epochs could repeat prompts
         while len(chosen) < min(num_prompts, len(self.data)):
             epoch, place = divmod(self.drawn, len(self.data))
             if self.shuffle and epoch != self._epoch:
@@ -33,7 +33,7 @@ class Uniform:
         return [self.data[i] for i in chosen for _ in range(num_generations)]
 
     def order_of(self, epoch: int) -> list[int]:
-        """Return the shuffled places of all prompts; a resumed run shuffles equally."""
+        """Return the shuffled indices of all prompts, which depend only on seed and epoch."""
         return torch.randperm(len(self.data), generator=self.stream.fixed("uniform", epoch)).tolist()
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Requests for the rollouts of later training steps, so that workers sample while the policy learns.
+"""Prefetch of rollouts for later training steps, so that workers sample while the policy learns.
 
 With `rollout.max_staleness: k`, the rollouts of step t are requested at the start of step t - k, with the
 weights of that time (of step 0 for the first k steps). So results do not depend on the speed of workers, and
@@ -31,9 +31,9 @@ def prefetch(run: Run) -> None:
 
 
 def _request_step(run: Run, step: int) -> InFlight:
-    """Draw the prompts of a step and request their rollouts; no uids are set if no prompt is readable.
+    """Draw the prompts of a step and request their rollouts; request nothing if no prompt is readable.
 
-    Random streams are set to `step`. Scheduled options of the engine keep their current values.
+    Random draws are those of training step `step`. Scheduled options of the engine keep their current values.
     """
     size, trained, clock = run.config.rollout, run.learner.trained, run.pieces.clock
     with _at_step(run, step):
@@ -45,9 +45,9 @@ def _request_step(run: Run, step: int) -> InFlight:
                     "`rollout.max_staleness: 0`"
                 )
         with run.rollout_weights():
-            if run.ahead and run.ahead[-1].clock.step == clock.step:  # requested with the same weights
+            if run.ahead and run.ahead[-1].clock.step == clock.step:  # same weights: share one copy
                 weights = run.ahead[-1].weights
-            else:  # process 0 stores full weights; if they are sharded, every process stores its shards
+            else:  # copy the weights: process 0 all of them; if sharded, every process its shards
                 saves = run.processes.main or run.processes.shards
                 weights = tuple(map(local_copy, trained)) if saves else ()
             prompts = _request(run, prompts)
@@ -56,7 +56,7 @@ def _request_step(run: Run, step: int) -> InFlight:
 
 
 def requested_prompts(run: Run) -> tuple[list[Prompt], int] | None:
-    """Return the prompts whose rollouts were requested for this step, and the step of their weights.
+    """Return this step's prefetched prompts, and the training step of the weights that sample them.
 
     After a resume, first repeats all requests that the checkpoint stores, in their order. Returns None if
     nothing was requested for this step.
@@ -90,7 +90,7 @@ def _request_again(run: Run) -> None:
 
 
 def with_version(rows: Rollouts, version: int, step: int) -> Rollouts:
-    """Record the weight version in rows that older weights sampled, unless the engine recorded it."""
+    """Add the note "version" (training step of the sampling weights) to rows that older weights sampled."""
     if version == step:
         return rows
     return tuple(
@@ -118,7 +118,7 @@ def _request(run: Run, prompts: list[Prompt]) -> list[Prompt]:
 
 @contextmanager
 def _at_step(run: Run, step: int) -> Iterator[None]:
-    """Set the step of the random streams inside this context."""
+    """Make random draws inside this context those of another training step."""
     before, run.stream.step = run.stream.step, step
     try:
         yield

@@ -34,7 +34,7 @@ def begin_from(run: Run, folder: Path) -> None:
                 "set up the policy as it was for them (policy.model, lora_rank), or name another folder"
             ) from error
     for reference in run.method.references.values():
-        # Moving averages start from the loaded weights.
+        # Moving averages of the weights (EMA references) start from the loaded weights.
         if reference.decay < 1 or run.config.init_references:
             reference.snapshot()
     if run.config.carry:
@@ -64,7 +64,7 @@ def _carry(run: Run, folder: Path) -> None:
                 reference.load_state_dict(reshard_state(state["references"][name], like))
         for place in sorted(places):
             pieces[place].load_state_dict(state["pieces"][place])
-    except ProcessFailed:  # a RuntimeError, but not caused by the checkpoint
+    except ProcessFailed:  # a RuntimeError, but another process failed, not the checkpoint
         raise
     except (KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
         raise CheckpointError(
@@ -75,7 +75,7 @@ def _carry(run: Run, folder: Path) -> None:
 
 
 def together(processes: Processes, work: Callable[[], T]) -> T:
-    """Run `work`, a part of loading a checkpoint, on every process, and return its result.
+    """Run `work`, a step of loading a checkpoint, so that all processes succeed or all raise.
 
     If process 0 cannot use the checkpoint, all processes raise `CheckpointError`. If only another process
     cannot use it, all processes raise `ProcessFailed`.

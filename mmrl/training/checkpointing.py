@@ -45,7 +45,7 @@ WRITES = (
 def save(run: Run) -> None:
     """Write `checkpoint-{step}`: the model in its library's format, and the state for resuming."""
     folder = run.folder / f"checkpoint-{run.progress.step}"
-    run.rank_checkpoint()  # before the state, which includes the best checkpoint
+    run.rank_checkpoint()  # first, because the saved state names the best checkpoint
     run.signal.compare(of_tensors(run.learner.trained), run.progress.step)
     state = whole(run.state_dict())  # gathered on process 0; every process takes part
     limit, best = run.config.save_total_limit, run.progress.best.step
@@ -70,7 +70,7 @@ def _write(run: Run, state: Mapping[str, Any], folder: Path) -> None:
         mark(unfinished, "train", **run.made_with)
         checkpoint.write_state(unfinished, state)
         for journal in (run.journal, run.report.warnings):
-            journal.flush()  # before the checkpoint, since resuming cannot refill a journal
+            journal.flush()  # first: a resume needs every earlier line of metrics
         checkpoint.publish(unfinished, folder, run.report.warn)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -109,7 +109,7 @@ def publish(run: Run) -> None:
 # ---- resuming
 
 OF_EVALUATION = " of the evaluation"
-OF_DATA = ("prompts", "media")  # keys of the result of `of_prompts`
+OF_DATA = ("prompts", "media")  # keys of the hashes that `of_prompts` returns
 
 
 def resume(run: Run) -> int:
@@ -182,8 +182,8 @@ def _load_latest(run: Run, changed: Changes) -> int:
                 )
         say(f"going on from {folder}")
         return state["step"]
-    run.name_weights()  # stores the hashes that a later resume compares
-    if refused:  # do not restart from scratch because a disk is unreadable for a moment
+    run.name_weights()  # stores the weight hashes that a later resume compares
+    if refused:  # a disk may be unreadable for a moment: raise instead of training from scratch
         raise CheckpointError(
             f"none of the {len(refused)} checkpoints of '{run.folder}' can be used, and nothing was changed: "
             f"{'; '.join(refused)}. Mend that and start again, name another output_dir, or set "
@@ -226,7 +226,7 @@ def _start_afresh(run: Run, state: dict[str, Any], changed: Changes) -> None:
 
 
 def _load(run: Run, state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Load a checkpoint; return values that must be equal on every process."""
+    """Load a checkpoint; return its step and hashes, which the caller compares between processes."""
     loading = run.processes.fail_together(f"loading '{folder}'")
     try:
         with run.whole_weights(changed=True) as loads, loading:
@@ -236,7 +236,7 @@ def _load(run: Run, state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
                     second.load(folder)
         trained = run.name_weights()
         run.load_state_dict(state)
-    except ProcessFailed:  # a RuntimeError, but not caused by the checkpoint
+    except ProcessFailed:  # a RuntimeError, but another process failed, not the checkpoint
         raise
     except (KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
         raise CheckpointError(f"'{folder}' does not fit this run: {one_line(error, 300)}") from error
@@ -289,7 +289,7 @@ def _open_folder(run: Run) -> tuple[Changes, dict[str, Any]]:
     folder, written = run.folder, run.folder / CONFIG
     _check_folder(run.config, folder)
     if run.config.overwrite_output_dir:
-        # Remove configuration and mark last, so that a killed removal still leaves a recognisable run.
+        # Remove the configuration and the marker file last: a killed removal leaves a recognisable run.
         for path in (*(path for path in content(folder) if path != written), written, folder / MARK):
             remove(path)
     record, begun = record_of(run.config), _begun(folder)
@@ -307,14 +307,14 @@ def _open_folder(run: Run) -> tuple[Changes, dict[str, Any]]:
 
 
 def _known(folder: Path) -> dict[str, Any]:
-    """Read the record of a run from its output folder, or from its last checkpoint if none is there."""
+    """Read the record of a run from its output folder, or else from its last checkpoint."""
     record = mark_of(folder)
     latest = checkpoint.finished(folder)
     return mark_of(latest[0]) if "run" not in record and latest else record
 
 
 def _begun(folder: Path) -> bool:
-    """Whether the run in a folder has a checkpoint or a line of metrics."""
+    """Whether a folder's run has finished a step: it has a checkpoint or a line of metrics."""
     journal = Journal(folder).path
     return bool(checkpoint.checkpoints(folder)) or (journal.exists() and journal.stat().st_size > 0)
 

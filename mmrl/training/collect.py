@@ -22,9 +22,9 @@ from mmrl.training.nonfinite import rolling_out
 from mmrl.training.score import RewardFault, score
 from mmrl.training.trainer import Run
 
-ROUNDS = 10  # rounds in which a reward may be None: some rewards need answers of a certain quality
+ROUNDS = 10  # sampling rounds in which a reward may be None everywhere: it may only apply to good answers
 DRAWS = 10  # largest number of consecutive draws in which all prompts are unreadable
-PROMPTS = 1000  # prompts (or all) for which a reward may be None: its task may be rare in the data
+PROMPTS = 1000  # prompts for which a reward may be None everywhere: its task may be rare in the data
 
 
 def collect(run: Run) -> Collection:
@@ -46,7 +46,7 @@ def collect(run: Run) -> Collection:
         for observer in run.observers:
             observer.observe(fresh, scored)
         rollouts, table = rollouts + fresh, table.join(scored)
-        # Groups with a faulty reward are replaced too.
+        # Also replace groups with a failed reward.
         keep = of_episodes(method.group_filter, table) & table.learn.any(-1)
     run.stream.round = 0
     if not stand_in:
@@ -75,7 +75,7 @@ def made_and_scored(
         sampling = run.processes.sampling(method.engine)
         with run.report.timing("rollout"), run.rollout_weights(), sampling, rolling_out(run.stream.step):
             sampled = with_version(in_order(method.engine.rollout(mine), order), version, run.stream.step)
-        fresh = sampled if counts else ()  # `counts` is False if the prompt is only padding
+        fresh = sampled if counts else ()  # nothing to learn if the prompt only pads this process
         with run.report.timing("reward"):
             local = score(method.rewards, fresh, notes=method.noted, rank=run.processes.rank, log=run.log)
             result = order, run.log.onto(fresh), sampled, local
@@ -83,7 +83,7 @@ def made_and_scored(
 
 
 def readable(run: Run, missing: int, table: RewardTable) -> Any:
-    """Draw prompts, sample and score them; drop unreadable prompts, or raise if they are an error."""
+    """Draw prompts, sample and score answers; drop prompts whose media are unreadable, or raise."""
     number = run.stream.round
     for attempt in range(DRAWS):
         run.stream.round = number + attempt * run.config.rollout.max_rounds  # selects the random draws
@@ -92,7 +92,7 @@ def readable(run: Run, missing: int, table: RewardTable) -> Any:
         while prompts:
             if done := made_and_scored(run, prompts, table, version):
                 return done
-            prompts, version = run.without_unreadable(prompts), run.stream.step  # sampled anew
+            prompts, version = run.without_unreadable(prompts), run.stream.step  # by current weights
         if not drawn_now:
             return None
     raise ConfigError(f"none of the prompts of {DRAWS} draws can be read: {run.unreadable.error()}")
@@ -123,7 +123,7 @@ def exchange_rows(
 ) -> tuple[Collection, RewardTable]:
     """Drop this step's rollouts outside the mask `keep`, and add replayed rows.
 
-    Returns the step's new rollouts, and the added rows with the processes that they were assigned to.
+    Returns the remaining rollouts, and the replayed rows with the process that each was assigned to.
     """
     kept, table = pick(collection.rollouts, collection.table, keep)
     homes = run.processes.homes(Counter(added.uids), table)
@@ -147,7 +147,7 @@ def pick(rollouts: Rollouts, table: RewardTable, keep: Tensor) -> tuple[Rollouts
 
 
 class RewardCoverage:
-    """Observer that stops a run if a reward gave None for all answers, since nothing is learned from it.
+    """Observer that stops a run in which a reward returned None for every answer.
 
     It raises after `ROUNDS` sampling rounds and `PROMPTS` prompts (or all prompts), or at the end of a run in
     which no reward applied at all. Rounds in which a reward failed do not count. Rewards with `on_absent:
@@ -167,7 +167,7 @@ class RewardCoverage:
         self.weighted, self.ended = {b.name for b in rewards if b.weight}, False
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
-        """Count a sampling round; raise `RewardFault` if a reward gave only None in enough rounds."""
+        """Count a sampling round; raise `RewardFault` if a reward returned only None in too many rounds."""
         self.rounds += 1
         never = set(table.absent)
         for name in list(self.absent):

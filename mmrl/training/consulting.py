@@ -1,4 +1,4 @@
-"""Value estimates of prompts by a value model (critic), before the prompts are answered."""
+"""Value estimates of prompts by a critic, before any answer is sampled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def values_of(
     processes: Processes,
     micro_batch_steps: int,
 ) -> list[float]:
-    """Return for each prompt the value that a critic estimates before the first step of an answer.
+    """Return the critic's value estimate of each prompt's initial state, before the first answer token.
 
     Every process computes all values and uses those of process 0, so that they agree bit for bit. An
     unreadable prompt gets the mean of the other values; its error is handled when the prompt is rolled out.

@@ -41,12 +41,12 @@ class Evaluator:
     num_generations: int = 1
     confidence: float = 0.95
     correct: str = ""
-    prepare: Sequence[Preparing] = ()  # samplers of the run that add text before every prompt
+    prepare: Sequence[Preparing] = ()  # the run's samplers that add learned text to prompts
     unreadable: Unreadable = field(default_factory=Unreadable)
-    noted: frozenset[str] = frozenset()  # per-step values of the engine that metrics read
+    noted: frozenset[str] = frozenset()  # names of the engine's per-step records that metrics read
 
     def agreed(self) -> Evaluator:
-        """Return self; raise on every process unless all processes have the same prompts and weights."""
+        """Check that all processes have the same prompts and weights, else raise on all; return self."""
         if self.processes.world > 1:
             self.processes.assert_equal(of_prompts(self.data) | {"weights": of_weights(self.engine.policy)})
         return self
@@ -88,7 +88,7 @@ class Evaluator:
         metrics = {name: value for metric in self.metrics for name, value in metric(whole).items()}
         metrics |= describe_lengths(table)
         metrics |= log.take(self.processes, metrics)
-        metrics["seconds_per_prompt"] = seconds / len(self.data)  # time of all answers to a prompt
+        metrics["seconds_per_prompt"] = seconds / len(self.data)  # for all answers to one prompt
         if torch.cuda.is_available():
             metrics["peak_memory_bytes"] = float(torch.cuda.max_memory_allocated())
         samples = self.resample(whole) if intervals else {}
@@ -102,7 +102,7 @@ class Evaluator:
         Prompts are drawn with replacement, those with an equal tag `cluster` together, because they are not
         independent. Tables of the same prompts get the same draws.
         """
-        # Prompts are the independent unit: the answers of one prompt are drawn together.
+        # Resample whole prompts (the independent units) with all of their answers.
         _, members = torch.unique(_units(table), return_inverse=True)
         rows_of = [(members == group).nonzero()[:, 0] for group in range(int(members.max()) + 1)]
         drawn: dict[str, Tensor] = {}
@@ -113,7 +113,7 @@ class Evaluator:
             for metric in self.metrics:
                 for name, value in metric(sample).items():
                     none = torch.full((RESAMPLES,), torch.nan, dtype=torch.float64)
-                    drawn.setdefault(name, none)[i] = value  # a metric may be undefined in a sample
+                    drawn.setdefault(name, none)[i] = value  # stays NaN where a sample lacks the metric
         return drawn
 
     def interval(self, drawn: Tensor, prompts: int, *, difference: bool = False) -> tuple[float, float]:
@@ -131,10 +131,10 @@ def _units(table: RewardTable) -> Tensor:
 
 
 def _of_groups(table: RewardTable, units: Sequence[Tensor]) -> RewardTable:
-    """Select the rows of units; a unit that occurs twice becomes two, each with groups of its own."""
+    """Select the rows of resampled units (prompts or clusters); repeated units get new group ids."""
     sample = table.select(torch.cat(list(units)))
     sizes = torch.tensor([len(rows) for rows in units])
-    # With its old id, a prompt that was drawn twice would form one larger group, and count once.
+    # With its old group id, a prompt drawn twice would form one larger group and count once.
     number = torch.arange(len(units)).repeat_interleave(sizes)
     columns = {"group": number}
     if "cluster" in table.ids:

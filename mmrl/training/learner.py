@@ -1,4 +1,4 @@
-"""A trained model: its objective, advantage functions and optimizer, and the guard of its updates."""
+"""A trained model with its objective, advantage functions, optimizer, and guard against failed updates."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ class Learner:
     def __post_init__(self) -> None:
         self.guard = Guard(self, self.config.learn.micro_batch_steps)
         settings = self.second or self.config.learn
-        self.num_iterations: int = settings.num_iterations  # passes over one collection
+        self.num_iterations: int = settings.num_iterations  # PPO epochs over a step's rollouts
         self.minibatches: int = settings.minibatches  # optimizer steps per pass
-        # Name of the reference that samples rollouts, which is the policy `old`; "": the model itself.
+        # Name of the reference that samples rollouts and serves as `old`; "": the policy itself.
         self.rollout_policy = "" if self.second else self.config.rollout.policy
 
     @property
     def needs(self) -> Needs:
-        """The requirements of the objective: model outputs, other policies, unit of micro-batches."""
+        """What the objective reads: model outputs, other policies, and the smallest unit of micro-batches."""
         return self.objective.needs
 
     @property
@@ -118,7 +118,7 @@ class Learner:
         metrics = self.guard.meter.take()
         if not self.name:
             return metrics
-        # Moments of importance weights describe the update of the policy only.
+        # Moments of importance weights make sense only for the policy, not for a critic.
         return {
             f"{self.name}/{key}": value for key, value in metrics.items() if not key.startswith("moments/")
         }
@@ -161,7 +161,7 @@ def second_learners(
 
 
 def _current_rate(second: SecondModel, clock: Clock) -> float:
-    return second.learning_rate  # schedules have already set it for this step
+    return second.learning_rate  # already updated by its schedule
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Update:
 
 @dataclass
 class Guard:
-    """Guard that refuses non-finite optimizer steps, and halves micro-batches once if memory runs out."""
+    """Skips or refuses non-finite optimizer steps; halves micro-batches once if memory runs out."""
 
     learner: Learner
     micro_batch_steps: int
@@ -190,7 +190,7 @@ class Guard:
 
     @property
     def update(self) -> Update:
-        """The update in progress, up to its optimizer step."""
+        """The update in progress; it ends with the optimizer step."""
         assert self.current is not None, "no update has begun"
         return self.current
 
@@ -220,7 +220,7 @@ class Guard:
         optimizer.zero_grad(set_to_none=True)
         self.meter.add({"grad_norm": torch.tensor(norm)}, 1.0)
         self.updates += norm > 0 and any(group["lr"] for group in optimizer.param_groups)
-        self.meter.updates += 1  # the sums of skipped updates were removed by `forget`
+        self.meter.updates += 1  # only of taken steps: `forget` removed the sums of skipped ones
         return True
 
     def end_step(self) -> None:
@@ -228,14 +228,14 @@ class Guard:
         self.current, self.written, self.updates = None, 0, 0
 
     def passes(self, norm: float) -> bool:
-        """Return whether to take the optimizer step; otherwise write the faulty rows, and stop or skip.
+        """Whether loss and gradient norm are finite; if not, write the faulty rows, then raise or skip.
 
         `norm` is the gradient norm. Raises `NotFinite` if `learn.on_nonfinite` is "stop", or after more than
         `learn.max_skipped` skipped steps.
         """
         learner, learn = self.learner, self.learner.config.learn
         wrong = bool(self.update.suspects) or not math.isfinite(norm)
-        if not learner.processes.any(wrong):  # all processes step or none, so that their weights stay equal
+        if not learner.processes.any(wrong):  # all processes step or none, to keep weights equal
             return True
         whose = f" of '{learner.name}'" if learner.name else ""
         what = f"the loss{whose} of step {learner.stream.step} is not finite"
@@ -265,7 +265,7 @@ class Guard:
         """Select the faulty rows: test each row (one process), or take all rows of suspect micro-batches."""
         part = self.update.part
         if self.learner.processes.world > 1:
-            # Row by row, processes would make different numbers of passes, but sharded passes need them all.
+            # Not row by row: a sharded pass needs all processes, which have different numbers of rows.
             where = [micro.rows for micro in self.update.suspects] or [part.rows]
             return part.select(torch.isin(part.rows, torch.cat(where).cpu()).nonzero()[:, 0])
         self.learner.optimizer.zero_grad(set_to_none=True)
@@ -320,7 +320,7 @@ class Guard:
                 ) from error
             self.halved, self.micro_batch_steps = True, steps // 2
             message = first_line(error)
-        # This is outside of the handler, whose traceback would keep the tensors of the failed pass alive.
+        # Outside of the `except` block, whose traceback would keep the tensors of the failed pass alive.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self.learner.say(

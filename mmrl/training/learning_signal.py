@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 FIRST = 3  # warn if this many steps at the start of a run have no update
-LASTING = 12  # stop after this many steps without an update, or only warn if there were updates before
+LASTING = 12  # at a run's start: stop after this many steps without an update; later: warn
 
 
 class NoLearning(RuntimeError):
@@ -32,7 +32,7 @@ class LearningSignal:
     weights: str = ""  # hash of the trained weights in the last checkpoint
 
     def see(self, updates: int, metrics: Mapping[str, float], *, scheduled: bool = False) -> None:
-        """Count the updates of a step; warn or raise after too many steps without an update.
+        """Record how many updates a step had; warn or raise after too many steps without any.
 
         `metrics` explain the cause. A `scheduled` learning rate that is currently 0 does not end the run.
         """

@@ -38,7 +38,7 @@ def train(run: Run) -> bool:
         run.notify("train_begin")
         run.begin(start)
         for step in range(start, run.config.max_steps):
-            if run.processes.any(run.ended):  # a callback ended the run, perhaps before a resume
+            if run.processes.any(run.ended):  # a callback ended the run, perhaps before it was resumed
                 break
             run.tick(step)
             collection = collect(run)
@@ -60,13 +60,13 @@ def train(run: Run) -> bool:
         run.close()
         with run.processes.waiting_for_main():
             publish(run)
-        stopped = run.processes.any(bool(stop.asked))  # too late to stop this run, but not a next stage
+        stopped = run.processes.any(bool(stop.asked))  # all steps are done, but later stages must not start
     run.notify("train_end")
     return not stopped
 
 
 def learnable(run: Run, collection: Collection) -> tuple[Collection, RewardTable, Batch]:
-    """Update the additional models, compute advantages, and create the training batch of the policy."""
+    """Update the additional models (critics), compute advantages, and build the policy's training batch."""
     first = [learner for learner in run.seconds.values() if learner.second and learner.second.learns_first]
     later = [learner for learner in run.seconds.values() if learner not in first]
     for second in first:
@@ -80,7 +80,7 @@ def learnable(run: Run, collection: Collection) -> tuple[Collection, RewardTable
 
 
 def learn(run: Run, second: Learner, collection: Collection, table: RewardTable) -> None:
-    """Update the additional model `second`; `table` has the reference outputs that its advantages read."""
+    """Update an additional model, such as a critic; `table` has the model outputs that its targets read."""
     credit = through_chain(second.chain, table, run.stream.step)
     batch = make_batch(run, second, collection, credit)
     for _ in range(second.num_iterations):
@@ -88,7 +88,7 @@ def learn(run: Run, second: Learner, collection: Collection, table: RewardTable)
 
 
 def make_batch(run: Run, learner: Learner, collection: Collection, credit: RewardTable) -> Batch:
-    """Create the training batch from a step's rollouts, with advantages and the outputs of other policies."""
+    """Create the training batch of a step's rollouts, with advantages and other policies' outputs."""
     rollouts, learned = pick(collection.rollouts, credit, credit.learn.any(-1))
     rollouts = rollouts or (collection.stand_in,)
     batch = spread(learned.select(learned.mine), run.policy.collate(rollouts))
@@ -157,7 +157,7 @@ def evaluate_references(
         others[name] = StepOutput(columns.pop("logp"), columns)
     if "engine" in needs.others:
         old = others["old"].logp
-        noted = batch.notes.get("logp", torch.full_like(old, torch.nan))  # demonstrations have no records
+        noted = batch.notes.get("logp", torch.full_like(old, torch.nan))  # NaN for demonstrations
         others["engine"] = StepOutput(torch.where(noted.isnan(), old, noted.to(old)))
     return batch.replace(others=others)
 
@@ -166,8 +166,8 @@ def update(learner: Learner, batch: Batch) -> None:
     """Make one pass over the batch, with an optimizer step for each of its minibatches."""
     for part in batch.parts(learner.minibatches):
         part = part.replace(totals=learner.processes.rank_mean(part.count()))
-        # Totals are over all processes, so every process skips the same parts.
-        if not part.totals.steps:  # the filter dropped all rows, so there is no gradient
+        # `totals` are summed over processes, so every process skips the same minibatches.
+        if not part.totals.steps:  # all rows were filtered out: no gradient
             continue
         part = part.replace(weight=learner.objective.weigh(part))
         learner.guard.begin(part)
@@ -178,7 +178,7 @@ def update(learner: Learner, batch: Batch) -> None:
 def accumulate(learner: Learner, part: Batch) -> None:
     """Accumulate the gradients of the micro-batches of `part`, a minibatch."""
     guard, processes, needs = learner.guard, learner.processes, learner.needs
-    guard.forget()  # discard a pass that ran out of memory
+    guard.forget()  # on a retry: discard the pass that ran out of memory
     micros = largest_first(part.split(guard.micro_batch_steps, needs.unit))
     for number, (micro, counts, last) in enumerate(processes.pad_micro_batches(micros)):
         advance("learning, micro-batches", min(number, len(micros)), len(micros))
@@ -190,5 +190,5 @@ def accumulate(learner: Learner, part: Batch) -> None:
 
 
 def largest_first(micros: list[Batch]) -> list[Batch]:
-    """Sort micro-batches from large to small, so that a lack of memory shows at once."""
+    """Sort micro-batches from large to small, so that a run out of memory fails at once."""
     return sorted(micros, key=lambda micro: micro.steps.cost(torch.arange(len(micro))), reverse=True)

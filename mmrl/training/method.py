@@ -24,7 +24,7 @@ class Method:
     engine: Engine
     rewards: Sequence[Bound]
     group_filter: Bound
-    noted: frozenset[str] = frozenset()  # engine records that the chain, samplers and engines read
+    noted: frozenset[str] = frozenset()  # names of per-step engine records that other pieces read
 
 
 # ---- the advantage chain: functions that turn a reward table into a table of advantages
@@ -35,9 +35,9 @@ class ChainError(ValueError):
 
 
 def through_chain(chain: Sequence[Bound], table: RewardTable, step: int) -> RewardTable:
-    """Apply advantage functions to a reward table, in order.
+    """Compute advantages from a reward table by the advantage functions, in order.
 
-    The functions get one row per episode. If no function reads turns, a conversation is merged to one answer.
+    The functions get one row per episode. If none of them reads turns, those of a conversation are merged.
 
     Raises `ChainError` with the name of the function if it fails, does not return a table of the same rows,
     or makes a valid value NaN or infinite. `step` is only used in the message.
@@ -57,10 +57,10 @@ def through_chain(chain: Sequence[Bound], table: RewardTable, step: int) -> Rewa
         if not is_table or result.uids != table.uids:
             what = f"one of {len(result)} rows" if is_table else type(result).__name__
             raise ChainError(f"{name} must return a reward table of the same {len(table)} rows, not {what}")
-        wrong = result.valid & ~result.values.isfinite()  # invalid entries may have any value
+        wrong = result.valid & ~result.values.isfinite()  # masked entries may have any value
         if wrong.any():
             row, column, place = wrong.nonzero()[0].tolist()
-            # The piece may have added positions, as `per_step` does.
+            # The function may have added outcomes, as `per_step` adds one per step.
             before = table.values[row, :, min(place, table.values.shape[2] - 1)].tolist()
             raise ChainError(
                 f"{name} made {int(wrong.sum())} valid values non-finite at step {step}, the first of them "
@@ -73,7 +73,7 @@ def through_chain(chain: Sequence[Bound], table: RewardTable, step: int) -> Rewa
 
 
 def per_step_only(name: str, value: Tensor) -> None:
-    """Raise `ChainError` unless a model output for advantage functions has shape (rows, steps)."""
+    """Raise `ChainError` unless a model output that advantage functions read has shape (rows, steps)."""
     if value.dim() != 2:
         raise ChainError(
             f"the advantage chain reads '{name}', which has {tuple(value.shape[2:])} numbers per step; a "

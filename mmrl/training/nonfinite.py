@@ -90,7 +90,7 @@ def _described(row: Trajectory) -> dict[str, Any]:
 
 
 def _numbers(values: Tensor) -> Any:
-    """Convert values to a JSON list, or to a single number if all are equal."""
+    """Convert a tensor to a JSON list, or to a single number if all its values are equal."""
     listed = [_as_json(value) for value in values.detach().cpu().tolist()]
     return listed[0] if listed and all(value == listed[0] for value in listed) else listed
 

@@ -36,14 +36,14 @@ def record_of(config: Config | EvaluateConfig) -> dict[str, Any]:
 
 
 def name_of(record: Mapping[str, Any]) -> str:
-    """Return a run's name, the hash of its record; runs with equal records give bit-identical results."""
+    """Return a run's name, a hash of its record; equal records mean bit-identical results."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def changed_defaults(old: Mapping[str, Any], new: Mapping[str, Any], given: Changes) -> Changes:
     """List configuration changes between two records; `given`: changes of the configuration file.
 
-    A default that the file now spells out is no change. A new option is a change if the file sets it.
+    Writing out a default is no change. A new option is a change only if the file sets it.
     """
     changed = differences(old["config"], {k: v for k, v in new["config"].items() if k in old["config"]})
     later = {

@@ -54,8 +54,8 @@ class ReportPieces:
 
     metrics: Sequence[Bound] = ()
     visualizations: Sequence[Bound] = ()
-    checks: Sequence[Bound] = ()  # read the journal while the run trains
-    startup_checks: Sequence[Bound] = ()  # examine the first step
+    checks: Sequence[Bound] = ()  # watch the metrics of every step
+    startup_checks: Sequence[Bound] = ()  # run once, after the first step
     trackers: Trackers = field(default_factory=Trackers)
 
 
@@ -66,12 +66,12 @@ class Reporter:
         self, config: Config, processes: Processes, stream: Stream, pieces: ReportPieces, quiet: bool = False
     ) -> None:
         self.config, self.processes, self.stream, self.pieces = config, processes, stream, pieces
-        self.cheap = ", ".join(lossy_pieces(config))  # pieces that approximate the policy in rollouts
+        self.cheap = ", ".join(lossy_pieces(config))  # pieces that make rollouts inexact (quantized caches)
         self.could_ask_ahead = could_ask_ahead(config)
         self.journal = Journal(Path(config.output_dir))
         self.warnings = Journal(self.folder, "warnings.jsonl")
         self.console = Console(self.folder.name, config.max_steps, quiet or not processes.main)
-        self.records: list[dict[str, Any]] = []  # records of the journal, as checks read them
+        self.records: list[dict[str, Any]] = []  # lines of metrics so far, for the checks
         self.raised: list[str] = []  # the distinct texts of warnings
         self.evaluated_at = -1  # number of steps before the last printed evaluation
         self.times: dict[str, float] = {}  # maps activities to their seconds in this step
@@ -117,7 +117,7 @@ class Reporter:
         self, collection: Collection, credit: RewardTable, numbers: Mapping[str, float]
     ) -> dict[str, float]:
         """Compute the metrics of a step, including the means of `numbers` over processes."""
-        shared = conclude(self.processes.means(numbers))  # means first: ratios of means, not means of ratios
+        shared = conclude(self.processes.means(numbers))  # average first: ratios of means
         entropy = self.processes.means(noted_sums(collection.rollouts, "entropy"))
         if entropy["steps"]:
             shared["entropy"] = entropy["sum"] / entropy["steps"]
@@ -150,7 +150,7 @@ class Reporter:
                 self.console.say(sentence)
             if self.could_ask_ahead and (sentence := advise_asking_ahead(steps)):
                 self.console.say(sentence)
-            self._run_checks(self.records)  # over all records so far; `warn` shows a text once
+            self._run_checks(self.records)  # over all steps so far; repeated warnings show once
         self.console.step(step, metrics)
 
     def log_start(self, measured: Measured) -> None:
@@ -161,20 +161,20 @@ class Reporter:
             self.pieces.trackers.write(metrics, 0)
 
     def evaluated(self, step: int, measured: Measured) -> None:
-        """Print an evaluation after `step` steps, compared with the first one, and write its predictions."""
+        """Print the evaluation at a step beside the first evaluation, and write its predictions."""
         for sentence in measured.table.absent.values():
             self.warn(f"evaluation: {sentence}")
         if self.config.report.log_completions:
             with self.processes.fail_together("writing predictions"):
                 path, world = step_file(self.folder, step), self.processes.world
                 write_predictions(path, measured, world=world, images=IMAGES)
-        if step != self.evaluated_at:  # the final evaluation may repeat the one of the last step
+        if step != self.evaluated_at:  # the final one may repeat that of the last step
             words = [self._beside_first(name, measured) for name in measured.intervals]
             self.console.say(f"evaluation at step {step}: " + ";  ".join(words))
         self.evaluated_at = step
 
     def first_value(self, name: str) -> tuple[int, float] | None:
-        """Return a metric of the first evaluation in the journal, and its step."""
+        """Return a metric's value in the first evaluation of the journal, and the step of that evaluation."""
         for record in self.records:
             if (key := f"eval_{name}") in record:
                 return steps_taken(record), record[key]
@@ -206,7 +206,7 @@ class Reporter:
         write_completions(path, collection.rollouts, collection.table, advantage, images=images)
 
     def leave(self, step: int, why: str) -> None:
-        """Print that the run stopped early, and close the trackers."""
+        """Print that a signal stopped the run early, and close the trackers."""
         self.console.end()
         if self.processes.main:
             self.pieces.trackers.close()
@@ -217,7 +217,7 @@ class Reporter:
         from mmrl.reporting.html import write_page
 
         records = list(self.records)
-        if last and records:  # metrics of the last step stay as they were reported
+        if last and records:  # keep what the last step reported
             records[-1] = {**describe_measured(last), **records[-1]}
         self._run_checks(records)  # including the last evaluation
         if last:

@@ -18,7 +18,7 @@ Named = dict[str, tuple[str, Entry]]  # maps a piece's configuration key to its 
 
 
 def resolve_defaults(config: Any) -> tuple[dict[str, Any], Named]:
-    """Return a configuration as plain values with all defaults, and its pieces by configuration key.
+    """Fill a configuration's defaults; return it as plain values, and its pieces by configuration key.
 
     Raises `ConfigError` for a piece that does not exist.
     """

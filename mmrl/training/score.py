@@ -27,7 +27,7 @@ class RewardLog:
 
     state: TrainerState = TrainerState()
     metrics: dict[str, list[float]] = field(default_factory=dict)
-    columns: dict[str, list[Any]] = field(default_factory=dict)  # of the rollouts that were scored last
+    columns: dict[str, list[Any]] = field(default_factory=dict)  # of the latest `score` call
 
     def add(self, call: Scoring) -> None:
         """Add the metrics and columns that one reward call logged."""
@@ -54,7 +54,7 @@ class RewardLog:
         return {name: total / count for name, (total, count) in totals.items()}
 
     def onto(self, rollouts: Rollouts) -> Rollouts:
-        """Add the logged columns to the rollouts that were scored last."""
+        """Add the logged columns to the rollouts of the latest `score` call."""
         if not self.columns:
             return rollouts
         last, rows = -1, []
@@ -117,7 +117,7 @@ def score(
         faulty = torch.zeros(len(outcomes), dtype=torch.int64)
         faulty[broken] = 1
         marks[f"fault/{name}"] = torch.zeros_like(table.ends).masked_scatter(table.present, faulty)
-    # Groups with a faulty outcome are left out of statistics and learning.
+    # Exclude groups with a failed reward from statistics and learning.
     faulty_groups = table.group[torch.stack(list(marks.values())).any(0).any(-1)]
     sound = ~torch.isin(table.group, faulty_groups)
     return table.replace(
@@ -128,13 +128,13 @@ def score(
 
 
 def _versions(outcomes: Sequence[Outcome]) -> list[int]:
-    """List the version counters of the outcomes' tensors, which in-place changes increase."""
+    """List the version counters of the outcomes' tensors, to detect rewards that write in place."""
     tensors = [t for outcome in outcomes for t in (outcome.image, outcome.video, outcome.times)]
     return [t._version for t in tensors if t is not None and not t.is_inference()]
 
 
 def _tokens(rollouts: Rollouts) -> list[list[int] | None]:
-    """List the tokens of every outcome; without own tokens, the tokens that the engine recorded."""
+    """List the token ids of every outcome; if it has none, the ids that the engine recorded."""
 
     def of_outcome(outcome: Outcome, noted: Tensor | None) -> list[int] | None:
         if outcome.tokens is not None:
@@ -145,7 +145,7 @@ def _tokens(rollouts: Rollouts) -> list[list[int] | None]:
 
 
 def final_turns(rollouts: Rollouts) -> list[bool]:
-    """Return for each outcome whether it ends a conversation, or belongs to none (no tag `turn`).
+    """Whether each outcome is the last turn of its conversation, or a plain answer (no tag `turn`).
 
     The result is False for outcomes with the tag `bare`.
     """
@@ -173,7 +173,7 @@ def _lay_out(
     notes: frozenset[str],
     rank: int,
 ) -> RewardTable:
-    """Build the reward table: values, end positions and ids of outcomes, and per-step records."""
+    """Build the reward table from scores: values, outcome ends and ids, and per-step records."""
     ends = []
     for row in rollouts:
         ends.append([row.length if outcome.end is None else outcome.end for outcome in row.outcomes])
@@ -188,10 +188,10 @@ def _lay_out(
         for name, values in columns.items()
     }
     weights = {name: weight for name, weight in weights.items() if weight != 0}  # labels have weight 0
-    nothing = torch.zeros((len(rollouts), 0, shape[1]), dtype=torch.float64)  # used if there are only labels
+    nothing = torch.zeros((len(rollouts), 0, shape[1]), dtype=torch.float64)  # if all weights are 0
     values = torch.stack([scored[name] for name in weights], 1) if weights else nothing
     ids = {
-        "group": [name_id(row.group) for row in rollouts],  # equal in every round and process
+        "group": [name_id(row.group) for row in rollouts],  # a hash, equal in all rounds and processes
         "row": list(range(shape[0])),
         "on_policy": [int(row.on_policy) for row in rollouts],
     }

@@ -79,7 +79,7 @@ class StageRefused(RuntimeError):
 
 
 def _refused(stage: Stage, record: StageRecord, records: Sequence[StageRecord], console: Console) -> str:
-    """Return why `keep_if` refuses a finished stage, and print the metrics of all stages; "" if it passes.
+    """Return why `keep_if` refuses a stage, "" if it passes; print the metrics of all stages.
 
     A refused stage stays unfinished in the stage record, so the same command evaluates it again.
     """
@@ -127,7 +127,7 @@ def _open(stages: Sequence[Stage], processes: Processes) -> list[StageRecord]:
     with processes.fail_together(f"opening '{home}'"):
         if processes.main:
             records = _records(stages)
-            if stages[0].config.overwrite_output_dir:  # remove the record last, in case of a kill
+            if stages[0].config.overwrite_output_dir:  # record last: a killed removal can be repeated
                 for record in read_stages(home):
                     remove(home / record.folder)
             write_stages(home, records)
@@ -135,7 +135,7 @@ def _open(stages: Sequence[Stage], processes: Processes) -> list[StageRecord]:
 
 
 def _told(records: Sequence[StageRecord], processes: Processes) -> list[StageRecord]:
-    """Return the records of process 0 on every process."""
+    """Broadcast the stage records of process 0 to every process."""
     shared = processes.all_gather_object([asdict(record) for record in records])[0]
     return [convert(record, StageRecord, RECORD) for record in shared]
 
@@ -147,7 +147,7 @@ def _ready(stage: Stage, stages: Sequence[Stage], records: Sequence[StageRecord]
     start = stages[stage.begins].folder / records[stage.begins].checkpoint
     if checkpoints(stage.folder) and (stage.folder / CONFIG).exists():
         before = Path(read(stage.folder / CONFIG).get("init_from") or "")
-        if before.parts[-2:] == start.parts[-2:]:  # the output folder was moved since
+        if before.parts[-2:] == start.parts[-2:]:  # same folder, but moved since
             start = before
     return replace(stage.config, init_from=str(start))
 
@@ -161,7 +161,7 @@ def _finished(stage: Stage, run: Run) -> StageRecord:
     """Create the record of a finished stage, with its best checkpoint if one was chosen."""
     best, taken = run.progress.best, run.progress.step
     metrics = describe_measured(run.final) if run.final else {}
-    if best.step:  # the last evaluation measured other weights
+    if best.step:  # later weights than the best checkpoint's
         metrics = {stage.config.metric_for_best_model: best.value}
     metrics = {k: v for k, v in metrics.items() if math.isfinite(v) and not k.endswith(MACHINE)}
     folder, checkpoint = stage.folder.name, f"checkpoint-{best.step or taken}"

@@ -1,4 +1,4 @@
-"""The training run: its pieces and progress, and the work at the start and the end of every step."""
+"""The training run: its pieces and progress, and what happens at the start and the end of a step."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Best:
     value: float = math.nan
 
     def see(self, step: int, value: float, greater_is_better: bool) -> None:
-        """Record a checkpoint if its metric is better than the best so far; the first of equals stays."""
+        """Record a checkpoint if its metric is better than the best so far; on ties keep the earlier one."""
         if math.isfinite(value) and (
             self.step == 0 or (value > self.value if greater_is_better else value < self.value)
         ):
@@ -80,7 +80,7 @@ class InFlight:
     weights: Sequence[Tensor]  # trained weights at the request
     clock: Clock
     scheduled: Mapping[str, float]  # values of scheduled options at the request
-    requested: bool = True  # whether this process requested them; False after a resume
+    requested: bool = True  # False after a resume: must be requested again
 
     def state_dict(self) -> dict[str, Any]:
         """Return all fields except `requested`."""
@@ -95,7 +95,7 @@ class InFlight:
 
 
 def in_flight(state: Mapping[str, Any]) -> deque[InFlight]:
-    """Read the requests in flight from the state of a run; earlier versions stored at most one request."""
+    """Read the pending requests from a run's state; older checkpoints stored at most one request."""
     ahead = state.get("ahead") or []
     listed = [{"step": state["step"], **ahead}] if isinstance(ahead, Mapping) else ahead
     return deque(map(InFlight.of_state, listed))
@@ -195,7 +195,7 @@ class Run:
         self.report.tick()
         self.stream.step = step
         learn = self.config.learn
-        updates = max(1, learn.num_iterations) * learn.minibatches  # optimizer steps per collection
+        updates = max(1, learn.num_iterations) * learn.minibatches  # optimizer steps per training step
         self.log.state = TrainerState(step * updates, self.config.max_steps * updates)
         # Schedules may read the metrics of the previous step.
         clock = Clock(step, self.progress.reported, self.config.max_steps)
@@ -246,7 +246,7 @@ class Run:
         self.notify("step_end")
 
     def _examine(self, collection: Collection) -> None:
-        """Apply the startup checks to the first step."""
+        """Run the startup checks on the first step."""
         method = self.method
         examined = Examined(
             config=self.config,
@@ -276,7 +276,7 @@ class Run:
         self.final = last
 
     def without_unreadable(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return the readable prompts; if unreadable prompts are an error, record them and raise."""
+        """Return the prompts with readable media; if unreadable ones are an error, record them and raise."""
         if self.unreadable.drops:
             return self.unreadable.rest(prompts)
         if self.processes.main:
@@ -300,7 +300,7 @@ class Run:
             yield all([stack.enter_context(gathered(module, changed=changed)) for module in models])
 
     def rank_checkpoint(self) -> None:
-        """Compare the current checkpoint with the best checkpoint so far, by `metric_for_best_model`."""
+        """Make the current checkpoint the best if it improves `metric_for_best_model`."""
         name, reported = self.config.metric_for_best_model, self.progress.reported
         if name and name not in reported:
             hint = nearest(name, reported) or f"there are {', '.join(sorted(reported))}"
@@ -311,7 +311,7 @@ class Run:
             self.progress.best.see(self.progress.step, reported[name], self.config.greater_is_better)
 
     def name_weights(self) -> str:
-        """Store the hash of the frozen weights; return the hash of the trained weights ("" on one process).
+        """Hash the weights: store the hash of the frozen ones, return that of the trained ones.
 
         Every process must call this, since shards are gathered one at a time. The base model is identified by
         frozen weights only: a checkpoint replaces the trained weights, and training may change buffers.
@@ -346,7 +346,7 @@ class Run:
         """Restore the output of `state_dict`; the model's weights must be loaded before."""
         self.learner.load_state_dict(state)
         for name, reference in self.stateful["references"].items():
-            like = () if name in self.seconds else self.learner.trained  # second models shard their own state
+            like = () if name in self.seconds else self.learner.trained  # critics: own parameters
             reference.load_state_dict(reshard_state(state["references"][name], like))
         for place, piece in self.stateful["pieces"].items():
             piece.load_state_dict(state["pieces"][place])

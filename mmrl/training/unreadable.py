@@ -1,4 +1,4 @@
-"""Handling of prompts that prove unreadable in a rollout: drop their groups, or raise an error."""
+"""Prompts whose media turn out unreadable during a rollout: drop their groups, or raise an error."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Unreadable:
     def agree(self, processes: Processes) -> bool:
         """Share the caught prompt errors; return whether there are any. Every process must call this."""
         mine, self.caught = self.caught, None
-        # Rebuild the message, because an error of a Ray worker contains its traceback.
+        # Rebuild the message: the error of a Ray worker includes a traceback.
         gathered = processes.all_gather_object(
             [mine.uid, str(PromptError(mine.uid, mine.reason))] if mine else []
         )
@@ -57,7 +57,7 @@ class Unreadable:
         return bool(new)
 
     def rest(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return the prompts that are not known to be unreadable."""
+        """Return the given prompts without those known to be unreadable."""
         return [prompt for prompt in prompts if prompt.uid not in self.found]
 
     def error(self) -> ConfigError:

@@ -23,13 +23,13 @@ GRPO_LOSSES = {  # maps GRPO losses of TRL to (surrogate, aggregation)
     "luspo": ("clip", "length_weighted"),
     "vespo": ("gamma_weight", "step_mean"),
 }
-DPO_LOSSES = {  # maps DPO losses of TRL to comparisons
+DPO_LOSSES = {  # maps DPO losses of TRL to mmrl's objectives for pairs
     **{name: name for name in ("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair")},
     **{name: name for name in ("sppo_hard", "apo_zero", "apo_down", "discopop")},
     "sigmoid_norm": "sigmoid",
 }
 ABSENT_LOSSES = ("aot", "aot_unpaired", "sft")
-SFT_LOSSES = ("nll", "chunked_nll", "dft")  # the last one is not here
+SFT_LOSSES = ("nll", "chunked_nll", "dft")  # "chunked_nll" saves memory only
 CONVERSING = ("vision.with_tools", "vision.with_environments")  # engines that call tools
 STEP_MEANS = ("dapo", "bnpo", "cispo", "vespo")
 
@@ -42,7 +42,7 @@ def default_of(name: str, kind: str) -> Any:
 
 
 def kind_of_run(values: Mapping[str, Any], onto: Mapping[str, Any]) -> str:
-    """Return "grpo", "dpo" or "sft", inferred from the loss, argument names, or what is configured."""
+    """Return "grpo", "dpo" or "sft", inferred from the loss, argument names or configuration."""
     match lookup(onto, "objective.name"), values.get("loss_type"):
         case str(objective), None:
             chain = [as_mapping(piece)["name"] for piece in as_list(lookup(onto, "advantage"))]
@@ -54,15 +54,15 @@ def kind_of_run(values: Mapping[str, Any], onto: Mapping[str, Any]) -> str:
             return "grpo"
         case _, str(loss):
             return "sft" if loss in SFT_LOSSES else "dpo" if loss in {*DPO_LOSSES, *ABSENT_LOSSES} else "grpo"
-    return "dpo"  # a list of losses: only DPO sums several
+    return "dpo"  # only DPO takes a list of losses
 
 
 @dataclass(frozen=True)
 class Given:
-    """Arguments of TRL, with TRL's defaults for missing ones, and the configuration that they change.
+    """Arguments of TRL with TRL's defaults, and the configuration that they change.
 
     Args:
-        values: The arguments that are used.
+        values: Argument values by name.
         onto: The configuration to change.
         kind: The configuration class of the arguments: grpo, dpo or sft.
         whole: Whether `values` includes TRL's defaults, so that the result is TRL's training.

@@ -35,7 +35,7 @@ class Name(NamedTuple):
 
 
 def _rows(key: str, rule: str = "", note: str = "", **defaults: Any) -> dict[str, Name]:
-    """Create table entries for arguments with one key and rule; `defaults` maps their names to defaults."""
+    """Create table entries for arguments that share a key and a rule; `defaults`: name -> default."""
     return {name: Name(key, default, rule, note) for name, default in defaults.items()}
 
 
@@ -254,7 +254,7 @@ DPO_ONLY = frozenset({*DPO, *SHARED, "use_weighting", "truncation_mode", "precom
 SFT_ONLY = frozenset(
     {*SFT, "packing_strategy", "eval_packing", "dataset_text_field", "dataset_kwargs", "chat_template_path"}
 ) | {"eos_token"}
-# Arguments that the configuration class of each kind of run lacks.
+# By kind of run: arguments that its configuration class lacks.
 LACKS: dict[str, frozenset[str]] = {
     "grpo": DPO_ONLY | SFT_ONLY,
     "dpo": frozenset(GRPO) | SFT_ONLY,

@@ -54,7 +54,7 @@ def objective(given: Given) -> Change:
         if given["importance_sampling_level"] != "token":
             raise ConfigError("'loss_type=vespo' of TRL has its own ratio of answers; leave out the level")
         change["objective.ratio"] = "sequence_sum"
-    # This aggregation divides by the maximum length, so the engine must have the same limit.
+    # `dr_grpo` divides by the maximum length, so the engine must have the same limit.
     return change | (
         {"rollout.engine.0.max_completion_length": given["max_completion_length"]} if options else {}
     )
@@ -76,12 +76,12 @@ def _surrogate_options(given: Given, kind: str, *, whole: bool) -> Change:
     """Return the options of a surrogate that were given, or with `whole` all its options."""
     names = {
         "clip": {"epsilon": "epsilon", "epsilon_high": "epsilon_high", "delta": "delta"},
-        # TRL has only one bound: `epsilon_high`, or `epsilon` if `epsilon_high` is not set.
+        # One-sided surrogates in TRL read `epsilon_high`, or `epsilon` if `epsilon_high` is unset.
         "cispo": {"clip_max": "epsilon_high" if "epsilon_high" in given else "epsilon"},
         "sapo": {"temperature_pos": "sapo_temperature_pos", "temperature_neg": "sapo_temperature_neg"},
         "gamma_weight": {n: f"vespo_{n}" for n in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
     }.get(kind, {})
-    taken = {*names.values(), "epsilon"}  # `epsilon` may be given even if it is unused
+    taken = {*names.values(), "epsilon"}  # `epsilon` is accepted even if unused
     for name, row in NAMES.items():
         if row.rule == "surrogate" and name not in taken and given[name] != row.default:
             raise ConfigError(f"'{name}' of TRL has no effect on the surrogate '{kind}'; leave it out")
@@ -166,7 +166,7 @@ def _implicit_reward(given: Given) -> Change:
 
 
 def _pair_options(given: Given) -> Callable[[int], Change]:
-    """Return a function that maps an index i to the options of the i-th comparison."""
+    """Return a function from the index of a comparison to its options."""
     weights, smoothing = given["loss_weights"], given["label_smoothing"]
     if weights and len(weights) != len(given.losses):
         raise ConfigError(f"'loss_weights' of TRL has {len(weights)} weights for the losses {given.losses}")
@@ -227,7 +227,7 @@ def penalty(given: Given) -> Change:
 
 
 def advantage(given: Given) -> Change:
-    """Translate arguments that sum, scale and mask rewards, rows and tokens to advantage functions."""
+    """Translate reward scaling, reward aggregation and masking to advantage functions."""
     chain = list(given.at("advantage") or ())
     scale = {True: "group", False: "none"}.get(given["scale_rewards"], given["scale_rewards"])
     heads = {
@@ -251,7 +251,7 @@ def advantage(given: Given) -> Change:
         chain = [*chain, "drop_truncated"]
         named = given.at("objective.aggregation.name")
         aggregation = GRPO_LOSSES.get(given.losses[0], ("", ""))[1] if "loss_type" in given else named
-        # A mean over rows in TRL counts masked rows too; a mean over tokens counts only unmasked rows.
+        # TRL's mean over rows includes masked rows; its mean over tokens does not.
         if aggregation not in (None, "step_mean"):
             change["objective.aggregation.count"] = "drawn"
     return {**change, "advantage": chain}

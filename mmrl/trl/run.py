@@ -127,7 +127,7 @@ def _epoch(given: Given, name: str) -> float:
 
 
 def _shared(given: Given, name: str) -> float:
-    """Convert optimizer steps to training steps; a fraction below 1 stays if epochs set the run's length."""
+    """Convert optimizer steps to mmrl's training steps, but keep fractions of a run set in epochs."""
     return given[name] if given[name] < 1 and given["max_steps"] <= 0 else _whole(given, name)
 
 
@@ -215,13 +215,13 @@ def sampler(given: Given) -> Change:
     if strategy == "group_by_length":
         column = {"length_column": given["length_column_name"]} if "length_column_name" in given else {}
         return {"sampler": [{"name": strategy, **column}, *wrappers]}
-    # SFT's `shuffle_dataset` shuffles before packing; rows are drawn at random in any case.
+    # For SFT, `shuffle_dataset` matters only for packing; rows are drawn at random anyway.
     shuffle = given["shuffle_dataset"] if given.kind == "grpo" else strategy == "random"
     return {"sampler": [{**as_mapping(first), "shuffle": shuffle}, *wrappers]}
 
 
 def rows(given: Given) -> Change:
-    """Translate SFT's `packing`, the choice of learned tokens, and `max_length`."""
+    """Translate SFT's `packing`, `max_length`, and the arguments that choose the trained tokens."""
     if given.kind != "sft":
         return {}
     change: Change = {"policy.packing": bool(given["packing"] or given["padding_free"])}
@@ -247,7 +247,7 @@ def model(given: Given) -> Change:
     attention = kwargs.pop("attn_implementation", None) or given["attn_implementation"]
     change: Change = {"policy.attn_implementation": attention} if attention else {}
     change |= quantized(kwargs.pop("quantization_config", None))
-    for name in ("device_map", "low_cpu_mem_usage", "use_cache"):  # no effect on the training
+    for name in ("device_map", "low_cpu_mem_usage", "use_cache"):  # these do not affect training
         kwargs.pop(name, None)
     neutral = {"revision": "main", "trust_remote_code": False}
     if odd := [name for name, value in kwargs.items() if name not in neutral or value != neutral[name]]:

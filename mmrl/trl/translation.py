@@ -21,10 +21,10 @@ from mmrl.trl.given import Change, Given, default_of, kind_of_run
 from mmrl.trl.names import DIFFERS, LACKS, NAMES, NEUTRAL, REFUSED
 
 RULES = {**objective.RULES, **run.RULES}
-OBJECTIVE = ("advantage", "references", "group_filter")  # sections of the objective besides `objective`
+OBJECTIVE = ("advantage", "references", "group_filter")  # sections that change with `objective`
 # Groups of alternative keys: if a file sets one key, TRL's defaults of the whole group are ignored.
 TOGETHER = (("max_steps", "num_train_epochs"), ("rollout.num_prompts", "learn.minibatches"))
-SET_BY_ITSELF = {"output_dir": "trainer_output", "report_to": [], "bf16": True}  # values TRL's classes set
+SET_BY_ITSELF = {"output_dir": "trainer_output", "report_to": [], "bf16": True}  # set by TRL's classes
 SAME = tuple(
     words for words in dict.fromkeys(NEUTRAL.values()) if words.startswith(("How memory", "Of loops"))
 )
@@ -152,7 +152,7 @@ def _is_base(onto: Mapping[str, Any], own: Mapping[str, Any], kind: str) -> bool
 
 
 def _defaults(onto: Mapping[str, Any], kind: str, whole: bool) -> dict[str, Any]:
-    """Return TRL's defaults for settings that `onto` does not set; objective settings only if `whole`."""
+    """Return TRL's defaults for keys that `onto` does not set; those of the objective only if `whole`."""
     base, defaults = base_of(kind), {}
 
     def is_set(key: str) -> bool:
@@ -234,7 +234,7 @@ def applied(
         result = translated(arguments, merged, merge(dict(own), over), complete=complete)
     except ConfigError as error:
         try:
-            parse(merged, Config, part=True)  # also report other errors in the file
+            parse(merged, Config, part=True)  # raise other errors in the file first
         except ConfigError as other:
             raise ConfigError(f"{error};\n  {other}") from None
         raise

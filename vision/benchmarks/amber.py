@@ -28,7 +28,7 @@ class Words:
 
     `nouns` extracts the nouns of a text as lemmas; AMBER's script uses nltk. The default returns all words in
     the singular, because only words of `vocabulary` are counted (our reading). `similar` decides whether two
-    words have about the same meaning. The script uses spaCy's vectors (cosine above 0.8); the default: never.
+    words have about the same meaning. AMBER uses spaCy's vectors (cosine above 0.8); the default is never.
     """
 
     association: Mapping[str, Sequence[str]]
@@ -58,7 +58,7 @@ class AmberScene:
         hallucinated. A noun without a named or associated object in the image may match an absent object.
         """
         similar, covered, matched, hallucinated = self.words.similar, set(), set(), 0
-        # Ignore words outside the vocabulary, even as mentions.
+        # Words outside the vocabulary do not count, not even as mentions.
         nouns = [noun for noun in self.words.nouns(text) if noun in self.words.vocabulary]
         for noun in nouns:
             if noun in self.words.safe:

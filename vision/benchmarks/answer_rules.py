@@ -1,7 +1,7 @@
-"""Official scoring rules of question benchmarks: what a text answers, and whether that is right.
+"""Official scoring rules of question benchmarks: extract the answer from a text, and judge it.
 
-Each rule gives the numbers of the benchmark's own code for the same texts, on which the tests compare them.
-A rule returns (right, parsed): whether the answer counts as right, and whether the rule found an answer.
+Tests compare each rule with the benchmark's own code on the same texts. A rule returns (right, parsed):
+whether the answer counts as right, and whether the rule found an answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Verdict = tuple[bool, bool]  # right, parsed
 
 @dataclass(frozen=True)
 class Question:
-    """What a rule reads of a question.
+    """The data of a question that a scoring rule reads.
 
     Args:
         uid: Id of the question.
@@ -62,7 +62,7 @@ NUMBERS = [
 def mmmu(text: str, question: Question) -> Verdict:
     """Apply MMMU's rules. For a text without a choice, a letter is drawn at random, from the question's id.
 
-    MMMU draws it too, but by the order of the answers. An open question is right if a number of the answer
+    MMMU's draw depends on the order of the answers. An open question is right if a number of the answer
     equals the target to two decimals, or a key phrase of the answer contains it.
     """
     if question.choices:
@@ -77,7 +77,7 @@ def mmmu(text: str, question: Question) -> Verdict:
 
 
 def mmmu_letter(text: str, question: Question) -> str | None:
-    """Find the letter of a choice: the last `(A)`, else the last ` A `, else in a longer text its words."""
+    """Find a choice's letter: the last `(A)`, else the last ` A `, else (long texts) the choice's text."""
     for mark in ",.!?;:'":
         text = text.strip(mark)
     text = f" {text} "
@@ -107,13 +107,13 @@ def mmmu_phrases(text: str) -> list[str | float]:
 
 
 def _last(places: Mapping[str, int]) -> str | None:
-    """Return the letter with the largest place; None if all are -1, which is not found."""
+    """Return the letter with the last position in the text; None if all are -1 (not found)."""
     letter = max(places, key=lambda letter: places[letter])
     return letter if places[letter] >= 0 else None
 
 
 def _normal(text: str) -> list[str | float]:
-    """Convert a number to a float of two decimals; a single letter gets a blank, so that no word matches."""
+    """Round a number to two decimals; add blanks to a single letter, so that it matches no longer word."""
     text = text.strip()
     try:
         return [round(float(text.replace(",", "")), 2)]
@@ -126,7 +126,7 @@ def _normal(text: str) -> list[str | float]:
 
 
 def mathvista(text: str, question: Question) -> Verdict:
-    """Apply MathVista's rules without its judge; an answer that the rules cannot extract counts as empty.
+    """Apply MathVista's rules without its LLM judge; an answer that no rule can extract counts as empty.
 
     As in its code, an empty answer to a multiple choice is compared with the most similar choice.
     """
@@ -179,13 +179,13 @@ STATED = re.compile(r"(?:correct\s+)?answer\s+is\s+\**([ABCD])\**", re.IGNORECAS
 
 
 def mmbench(text: str, question: Question) -> Verdict:
-    """Apply VLMEvalKit's exact matching; what only its judge could match counts as wrong."""
+    """Apply VLMEvalKit's exact matching; answers that only its LLM judge could match count as wrong."""
     letter = mmbench_letter(text, question)
     return letter in question.answers, letter is not None
 
 
 def mmbench_letter(text: str, question: Question) -> str | None:
-    """Find the choice of an answer: a letter alone, or the only choice whose text it has; Z if it refuses."""
+    """Find the chosen letter: a letter alone, or the only choice whose text occurs; Z for a refusal."""
     if "Failed to obtain answer via API" not in text:
         if any(refusal in text for refusal in REFUSALS):
             return "Z"

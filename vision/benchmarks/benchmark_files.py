@@ -18,7 +18,7 @@ IDS = ("image_id", "question_id", "id")
 
 
 class FileError(RowError):
-    """Error of a file that does not have the format of its benchmark."""
+    """Raised for a file that does not have the format of its benchmark."""
 
 
 @dataclass
@@ -100,6 +100,6 @@ def attach_answers(
     """Attach precomputed answers from the file `source` to prompts; without a file, change nothing."""
     if not source:
         return prompts
-    # Without a limit on prompts, an answer without a prompt is an error. With a limit, it is ignored.
+    # An answer without a prompt is an error, unless `limit` cut the prompts.
     uids = {prompt.uid for prompt in prompts}
     return with_answers(prompts, {uid: a for uid, a in answers.items() if not limit or uid in uids}, source)

@@ -21,9 +21,9 @@ Reader = Literal["ours", "vlm_r1"]
 # Recall levels of COCO. As in pycocotools they are i * 0.01, not i / 100, which rounds 0.7 differently.
 RECALLS = tuple(i * 0.01 for i in range(101))
 MAX_DETECTIONS = 100  # maximum number of detections per class that COCO's evaluation reads
-NEAR_ONE = 1 - 1e-10  # the highest IoU threshold of a match, as in pycocotools
+NEAR_ONE = 1 - 1e-10  # cap on IoU thresholds, as in pycocotools
 POSITION, COMPLETENESS = 0.7, 0.3  # weights in `detection_score`; the label accuracy has weight 0
-NOWHERE = ((0.0, 0.0, 0.0, 0.0), "")  # a detection that cannot be parsed; it matches no target
+NOWHERE = ((0.0, 0.0, 0.0, 0.0), "")  # stands for an unparsable detection; matches no target
 
 _NUMBER = r"\s*([-+]?(?:\d+(?:\.\d*)?|\.\d+))\s*"
 # One bracket with four numbers, or two corners in the format of Qwen2-VL: (1, 2), (3, 4).
@@ -89,7 +89,7 @@ def parse_point(text: str) -> tuple[float, float] | None:
     searched = spelled(answer_part(text))
     point, corners = _POINT.search(searched), _BOX.search(searched)
     if point and corners and point.start() == corners.start():
-        point = None  # these are the coordinates of the first corner of a box
+        point = None  # it is the first corner of a box
     if point and math.isfinite(float(point[1])) and math.isfinite(float(point[2])):
         return float(point[1]), float(point[2])
     box = parse_box(text)

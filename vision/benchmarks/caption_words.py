@@ -71,6 +71,6 @@ def singular(word: str) -> str:
     if word.endswith("ies") and len(word) > 4:
         return word[:-3] + "y"
     if word.endswith(("ches", "shes", "xes", "sses", "zzes", "oes", "uses")) and not word.endswith("ouses"):
-        # buses loses its final es; blouses, houses and fuses lose only the s.
+        # "buses" loses "es"; "blouses", "houses" and "fuses" lose only "s".
         return word[:-2] if not word.endswith(("fuses", "cuses", "muses")) else word[:-1]
     return word[:-1]

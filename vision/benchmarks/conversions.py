@@ -3,7 +3,7 @@
 A row of mmrl has `question` (or `messages` for several turns), and optionally `system`, `images` and
 `videos`. Its target is `answer`, or a pair `chosen` and `rejected`, or an answer with a `label` (true or
 false). Media without a mark <image> or <video> in the text come before the text. `completion` is a recorded
-answer; rules compare it with `answer`. Other columns are copied. A row that would lose content is an error.
+answer; rules compare it with `answer`. Other columns are copied. Inconvertible content is an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROLES = {"human": "user", "gpt": "assistant"} | {
 }
 # Columns of mmrl that have other names or another structure in the other toolkits.
 OURS = ("question", "prompt", "messages", "system", "answer", "answers", "completion", "chosen", "rejected")
-OURS = (*OURS, "label", "choices")  # the columns of media are added by `media_columns()`
+OURS = (*OURS, "label", "choices")  # besides `media_columns()`
 Slots = list[tuple[str, Any]]  # (kind, file or None) of every media placeholder in a text
 Row = Mapping[str, Any]
 Toolkit = Literal["mmrl", "verl", "ms_swift", "llama_factory"]
@@ -44,7 +44,7 @@ NAMES: dict[str, Toolkit] = {
     # LLaMA-Factory reads rows of LLaVA and ShareGPT directly.
     **dict.fromkeys(("llamafactory", "hiyougallamafactory", "llava", "sharegpt"), "llama_factory"),
 }
-# Per toolkit: the columns of messages; for rows without messages, the columns of question and answer.
+# Per toolkit: columns with messages; columns with question and answer, for rows without messages.
 CONVERSATIONS = {
     "verl": (("prompt",), (), ""),
     "ms_swift": (("messages",), ("query",), "response"),
@@ -94,7 +94,7 @@ def read_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
             if rejected is None and row.get("rejected_messages"):
                 rejected = _rejected(conversation, listed(row["rejected_messages"], "rejected_messages"))
             if rejected is not None:
-                # The chosen answer of a pair is the last message.
+                # In pairs, the last message is the chosen answer.
                 ours |= {"chosen": ours.pop("answer", ""), "rejected": text(rejected, "rejected_response")}
         case "llama_factory":
             used |= {"chosen", "rejected", "kto_tag"}
@@ -105,7 +105,7 @@ def read_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
     if answer is not None:
         answer = answers_of({"answer": answer})
         if ours.get("answer", answer) != answer:
-            ours["completion"] = ours["answer"]  # the last message is no target but a recorded answer
+            ours["completion"] = ours["answer"]  # a recorded answer, not a target
         ours["answer"] = answer
     converted = set(CONVERTED[toolkit].split())
     if beside := sorted(name for name in converted - used if has_content(row.get(name))):
@@ -236,7 +236,7 @@ def _from_messages(row: Row, conversation: list[Any]) -> dict[str, Any]:
     answer = _answer(turns.pop(), "answer") if turns and turns[-1]["role"] == "assistant" else None
     match turns:
         case [{"role": "user", "content": question, **extra}] if not extra:
-            # Match the marks at the beginning of the text and the line break after them.
+            # The media marks at the beginning of the text, and the line break after them.
             leading = re.match(rf"(?:\s*(?:{media_marks().pattern}))+\n?", question)
             marks = len(media_marks().findall(question))
             # If all marks precede the text, remove them: media without a mark are placed there anyway.
@@ -253,7 +253,7 @@ def _from_messages(row: Row, conversation: list[Any]) -> dict[str, Any]:
 
 
 def _turn(message: Any) -> tuple[str, str, Slots, dict[str, Any]]:
-    """Parse a message: return its role, its text with marks, its media slots, and keys for chat templates."""
+    """Parse a message: role, text with media marks, media placeholders, and keys for chat templates."""
     message = mapping(message, "message")
     role = message.get("role", message.get("from"))
     if type(role) is not str or role not in ROLES:
@@ -266,10 +266,10 @@ def _turn(message: Any) -> tuple[str, str, Slots, dict[str, Any]]:
 
 
 def _text_of(content: Any) -> tuple[str, Slots]:
-    """Return the text of a message's content, with a mark for each medium, and its media slots."""
+    """Convert a message's content to text with a mark per medium; also return its media placeholders."""
     words: list[str] = []
     slots: Slots = []
-    for part in [None] if content is None else _listed(content):  # None raises an error below
+    for part in [None] if content is None else _listed(content):  # None: error below
         match plain_part(part):
             case str(piece):
                 words.append(piece)
@@ -288,7 +288,7 @@ def _text_of(content: Any) -> tuple[str, Slots]:
 
 
 def _filled(media: dict[str, list[Any]], slots: Slots) -> dict[str, list[Any]]:
-    """Merge media from the columns and from the messages, in the order of their slots in the text."""
+    """Merge media from columns and from messages, in the order of their placeholders in the text."""
     merged: dict[str, list[Any]] = {}
     for modality in MODALITIES.values():
         name = modality.columns[1]
@@ -302,7 +302,7 @@ def _filled(media: dict[str, list[Any]], slots: Slots) -> dict[str, list[Any]]:
 
 
 def _rejected(conversation: list[Any], rejected: list[Any]) -> str:
-    """Return the last of `rejected_messages`; RowError if an earlier one differs from the conversation."""
+    """Return the last of `rejected_messages`; RowError if earlier messages differ from the conversation."""
     if not rejected or rejected[:-1] != conversation[:-1]:
         raise RowError("wanted `rejected_messages` that differ from `messages` in the last one alone")
     return _answer(rejected[-1], "rejected_messages")

@@ -26,7 +26,7 @@ from mmrl.data.video import video_duration
 from mmrl.vision.benchmarks.qvhighlights import WINDOW_SECONDS, saliency_of_windows
 from mmrl.vision.benchmarks.time_spans import Span
 
-LONGEST = 1e6  # longest video in seconds; limits the memory of saliency scores
+LONGEST = 1e6  # longest video in seconds; bounds the number of saliency scores
 Form = Literal["charades_sta", "activitynet", "qvhighlights", "tvgbench", "jsonl"]
 Columns = Mapping[str, Any]
 
@@ -42,7 +42,7 @@ class Query:
     duration: float | None
     saliency: tuple[tuple[float, ...], ...] = ()
     columns: Columns = field(default_factory=dict)
-    points: bool = False  # spans may end where they start; no answer overlaps them
+    points: bool = False  # whether spans of length 0 are allowed
 
     def inside_video(self, media: MediaRoot, trim: bool, unlabelled: bool = False) -> Query:
         """Check the spans, clip them to the video if `trim`, and read a missing duration from the video file.
@@ -58,7 +58,7 @@ class Query:
                 raise RowError(f"the span {start:g} to {end:g} s does not end after it starts")
             if not 0 <= start < duration < math.inf:
                 raise RowError(f"the span {start:g} to {end:g} s lies outside its video of {duration:g} s")
-        # Annotated spans often end slightly after the end of the video, so this is never an error.
+        # No error: annotated spans often end slightly after the end of the video.
         spans = tuple((start, min(end, duration) if trim else end) for start, end in self.spans)
         return replace(self, spans=spans, duration=duration)
 
@@ -76,7 +76,7 @@ class Annotations:
     def __init__(
         self, path: Path, form: Form = "jsonl", durations: str = "", extension: str = ".mp4"
     ) -> None:
-        # Rows of these formats contain file names; those of the other formats contain video ids.
+        # These formats have file names; the others have video ids.
         named = form in ("jsonl", "tvgbench")
         self.path, self.form, self.extension = path, form, "" if named else extension
         self.lengths: dict[str, float] = {}
@@ -139,7 +139,7 @@ def parse_charades(columns: Columns) -> Columns:
     try:
         video, start, end = left.split()
         span = number(float(start), "start"), number(float(end), "end")
-    except ValueError:  # also catches the `RowError` of `number`, so that the error shows the whole line
+    except ValueError:  # includes `RowError`; the new error shows the whole line
         mark = ""
     if not mark or not sentence.strip():
         raise RowError(f"wanted '<video> <start> <end>##<sentence>', got {short(columns['line'])}")

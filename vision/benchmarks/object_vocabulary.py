@@ -99,7 +99,7 @@ def read_ontology(
 
     Args:
         path: The file of the ontology.
-        style: Which phrases to join, for a list of synonyms. `chair`: the fixed phrases of CHAIR's script.
+        style: Which phrases of a list of synonyms to join. `chair`: the fixed phrases of CHAIR's script.
             `refined`: the phrases of the list, as in Object HalBench.
         singular_by: Function to use for singular forms instead of ours, given as `module:function`.
     """

@@ -17,9 +17,9 @@ from mmrl.vision.benchmarks.answer_rules import Benchmark
 from mmrl.vision.media.prompts import answer_of
 
 Columns = Mapping[str, Any]
-ROTATION = 1_000_000  # MMBench's rows `index` and `index` + ROTATION ask the same, with rotated choices
+ROTATION = 1_000_000  # offset of MMBench's `index` between rotations of a question
 IMAGES = range(1, 8)  # numbers of MMMU's columns of images
-# Folders of MVBench's videos as its archives unpack, with the tasks whose videos they hold.
+# Folders in MVBench's video archives, with the tasks that use them.
 FOLDERS = {
     "star/Charades_v1_480": "action_sequence action_prediction object_interaction",
     "ssv2_video": "action_antonym",
@@ -46,9 +46,9 @@ class Item:
         question: The text of the question.
         answers: Right answers; empty if the row has no published answer.
         choices: Texts of the choices A, B, ...; empty for an open question.
-        media: (kind, value in the row, mark in the texts); without a mark, a medium precedes the question.
-        named: Columns for rules, and for `where` of rewards.
-        cluster: Name shared by the rows that are not independent: rotations of a question, or one video.
+        media: (kind, value in the row, mark in the text); "" as mark: the medium precedes the question.
+        named: Columns that scoring rules, and the option `where` of rewards, read.
+        cluster: Name shared by dependent rows: rotations of a question, or questions about one video.
         image_of: The id of the earlier row whose image this row shows.
         bounds: First and last second of the video to show.
     """
@@ -66,7 +66,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Format:
-    """How a benchmark writes its rows, and how it asks.
+    """A benchmark's file format and prompt templates.
 
     Every row has the columns `needs`; `parse` converts a row with the columns `reads`. `prompt` and
     `open_prompt` (for questions without choices) are templates with `{question}`, `{choices}`, `{hint}` and
@@ -152,7 +152,7 @@ def ocrbench(columns: Columns, row: DataRow, place: int) -> Item:
     named = {"dataset": text(dataset, "dataset_name"), "type": text(kind, "type")}
     listing = answers if isinstance(answers, list | tuple) else [answers]
     right = tuple(answer_of(answer, f"answers[{i}]") for i, answer in enumerate(listing))
-    # The file's own `id` occurs several times.
+    # Number the rows, because the file's `id` is not unique.
     return Item(
         str(place), text(columns.get("question"), "question"), right, (), (("image", image, ""),), named
     )
@@ -183,7 +183,7 @@ def video_mme(columns: Columns, row: DataRow, place: int) -> Item:
 
 
 def mvbench(columns: Columns, row: DataRow, place: int) -> Item:
-    """Parse a row of MVBench (arXiv 2311.17005); the name of its file is the task, which has a folder."""
+    """Parse a row of MVBench (arXiv 2311.17005); the file name is the task, which has a video folder."""
     if row.split not in FOLDER_OF:
         raise RowError(f"'{row.split}' is no task of MVBench; its files are named {', '.join(FOLDER_OF)}")
     choices, answer = _texts(columns.get("candidates"), "candidates"), text(columns.get("answer"), "answer")

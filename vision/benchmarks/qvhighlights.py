@@ -37,7 +37,7 @@ def detection_ap(targets: Sequence[Span], windows: Sequence[Sequence[float]], th
     for rank, hit in enumerate(hits, 1):
         true += hit
         points.append((true / len(targets), true / rank))
-    # Going backwards, interpolated precision is the running maximum; it is weighted by the steps of recall.
+    # Interpolated precision is the running maximum from the end; weight it by the increases of recall.
     area, best, right = 0.0, 0.0, 1.0
     for recall, precision in reversed(points):
         area += (right - recall) * best

@@ -16,7 +16,7 @@ Boxes = Mapping[int, tuple[str, Any]]  # id of an annotation to (image file, lef
 
 
 def refcoco_rows(path: Path, instances: str = "", split: str = "") -> Iterator[DataRow]:
-    """Read one row for every expression, with `image`, `query` and `bbox` (left, top, right, bottom).
+    """Read one row per referring expression: `image`, `query` and `bbox` (left, top, right, bottom).
 
     Three layouts are known: refs as JSON (`sentences`, `ann_id`, `image_id`) with COCO `instances`; a box
     with a list of expressions as `answer` (parquet of the hub: left, top, width, height); one expression as
@@ -36,12 +36,12 @@ def refcoco_rows(path: Path, instances: str = "", split: str = "") -> Iterator[D
             yield row
         for i, columns in enumerate(found):
             place = row.place if len(found) == 1 else f"{row.place}#{i}"
-            # Several rows come from one place of the file, so none can be read again alone.
+            # No random access: several rows come from one line of the file.
             yield DataRow(place, row.split, columns)
 
 
 def _expressions(columns: Columns, boxes: Boxes) -> list[dict[str, Any]]:
-    """List the rows of a published row, each with the unread columns of the published row."""
+    """Split a published row into one row per expression; other columns are copied."""
     if columns.get("sent") is not None:
         rest = {name: value for name, value in columns.items() if name != "sent"}
         return [{**rest, "query": columns["sent"]}]

@@ -43,7 +43,7 @@ _BETWEEN = re.compile(
     r"(?:\w\s?=\s?)?",
     re.IGNORECASE,
 )
-_JOINED = re.compile(r"\s*(?:,|and)?\s*", re.IGNORECASE)  # between parts of a time: 1 minute and 5 seconds
+_JOINED = re.compile(r"\s*(?:,|and)?\s*", re.IGNORECASE)  # as in "1 minute and 5 seconds"
 # Equivalent to the published pattern `(\d+\.?\d*) (to|and) (\d+\.?\d*)`, but not cubic on long digit strings.
 _PUBLISHED = r"(?<!\d)(\d++\.?+\d*+) (?:to|and) (\d++\.?+\d*+)"
 _OBJECT = re.compile(r"\{[^{}]*\}")  # JSON objects without nested objects
@@ -86,7 +86,7 @@ def parse_spans(text: str) -> list[Span]:
     spans: list[tuple[int, float | None, float | None]] = []
 
     def taken(match: re.Match, start: object, end: object) -> str:
-        """Add the span of a match, and blank out the text, so that no other pattern matches it again."""
+        """Record the span of a match; blanks as its replacement hide the text from later patterns."""
         spans.append((match.start(), _seconds(start), _seconds(end)))
         return "|" * len(match[0])
 
@@ -136,7 +136,7 @@ def _times(text: str) -> list[_Time]:
 
 
 def _pairs(text: str, times: Sequence[_Time]) -> list[tuple[int, float | None, float | None]]:
-    """Return (position, start, end) of adjacent times joined by a word or dash, or by a comma if alone."""
+    """Return (position, start, end) of adjacent times joined by a word, a dash or (if alone) a comma."""
     pairs: list[tuple[int, float | None, float | None]] = []
     i = 0
     while i + 1 < len(times):
@@ -153,7 +153,7 @@ def _pairs(text: str, times: Sequence[_Time]) -> list[tuple[int, float | None, f
 
 
 def _alone(before: str, after: str) -> bool:
-    """Whether two times fill a whole text or a bracket, given the text before and after the two."""
+    """Whether a pair of times is the whole text or fills a bracket, given the text before and after it."""
     bracketed = before.rstrip()[-1:] in ("[", "(") and after[:9].lstrip()[:1] in ("]", ")")
     return bracketed or not (before.strip() or after.strip(" .\n"))
 
@@ -244,7 +244,7 @@ def set_iou(a: Sequence[Span], b: Sequence[Span]) -> float:
 def parse_saliency(text: str) -> list[tuple[float, float]]:
     """Parse (second, saliency score) pairs from the last JSON list of pairs in a text; empty without one."""
     searched = answer_part(text)
-    # Cut the text after the last closing brackets, so that the search below cannot become quadratic.
+    # Cut the text after the last closing bracket, so that the search takes linear time.
     ends = [match.end() for match in re.finditer(r"\]\s*\]", searched)]
     searched = searched[: ends[-1]] if ends else ""
     for match in reversed(re.findall(r"\[\s*\[.*?\]\s*\]", searched, re.DOTALL)):

@@ -1,4 +1,4 @@
-"""Builder of preference pairs without a judge: a reward such as CLIP's ranks two answers per image."""
+"""Builder of preference pairs: a reward such as CLIP's ranks two answers per image, without a judge."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from mmrl.vision.preference.select import (
 )
 
 DESCRIBE = ("Describe this image in detail.",)
-# Engines that give one answer with contrastive decoding and one without (hallucination ratios 0.6 and 0).
+# Default engines: one answer with hallucination ratio 0.6 (contrastive decoding) and one with 0 (plain).
 DIAL = (
     {"name": "vision.generate", "max_completion_length": 256, "batch_size": 32},
     {
@@ -89,7 +89,7 @@ class ClipPairs:
         limit: Maximum number of images; 0: all images.
     """
 
-    goes_on = True  # can resume, so `mmrl build` passes the output folder itself, not a temporary one
+    goes_on = True  # resumable: `mmrl build` passes the output folder, not a temporary one
 
     stream: Stream
     source: str
@@ -134,7 +134,7 @@ class ClipPairs:
             return self._assemble(images, shards, numbers, output) if processes.main else {"images": total}
 
     def _plan(self, total: int, content: str) -> dict[str, Any]:
-        """Return all settings and file hashes that answers and scores depend on."""
+        """Return the settings and file hashes on which answers and scores depend, to check resumed builds."""
         return {
             "source": Path(self.source).name,
             "images": total,
@@ -190,7 +190,7 @@ class ClipPairs:
         # Thresholds depend on all score gaps, so the shards are read twice, one at a time.
         gaps = [pair.gap for pair in pairs() if not pair.fault]
         selector = PairSelector(self.rule, self.rule.thresholds(gaps), self.stream)
-        # With `random`, the coin decides only between keep and reverse, so any value gives the same count.
+        # Count selected pairs; a `random` coin decides only between keep and reverse, so any value will do.
         count = sum(self.rule.judge(gap, selector.thresholds, 0.0) in SELECTED for gap in gaps)
         if not count:
             reasons = [

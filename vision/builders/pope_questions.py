@@ -79,7 +79,7 @@ class PopeQuestions:
             image = full[i]
             taken = set(objects[image])  # names that are present, or used in an earlier question
             for present in objects[image][: self.num_objects]:
-                # For `random` there are no counts, so nothing is ranked and a random object is taken below.
+                # With `random` the ranking is empty, so that a random object is chosen below.
                 counts = {"random": {}, "popular": frequency, "adversarial": together[present]}[strategy]
                 ranked = sorted(counts, key=lambda name, counts=counts: (-counts[name], name))
                 absent = next((name for name in ranked if name not in taken), None)

@@ -70,7 +70,7 @@ def tiny_tokenizer(
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(SPECIAL) - len(tokens),
         show_progress=False,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # all bytes: any text can be encoded
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # all bytes, to encode any text
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL])
@@ -200,7 +200,7 @@ class TinyQwen2_5Vl(TinyModel):
             "patch_size": self.patch,
             "spatial_merge_size": 2,
             "temporal_patch_size": 2,
-            # 4 x 4 tokens, in pixels. Blocks not listed in `fullatt_block_indexes` use window attention.
+            # Window of 4 x 4 tokens, in pixels, for blocks that are not in `fullatt_block_indexes`.
             "window_size": 8 * self.patch,
             "fullatt_block_indexes": [self.vision_layers - 1],
             "tokens_per_second": 2,

@@ -92,6 +92,6 @@ class VisualQa:
         for name, kind in media_columns().items():
             paths = [media.put(medium) for medium in media_refs(fields[name], kind, name)]
             if paths:
-                # A column for one image may contain a list of images.
+                # A column named `image` may contain a list of images.
                 written[name] = paths if name.endswith("s") or len(paths) > 1 else paths[0]
         return written | {name: plain(row.columns.get(name), name) for name in self.keep}

@@ -1,4 +1,4 @@
-"""Check at the start of a run: target boxes are in pixels of their image."""
+"""Startup check that target boxes are in pixels of their image."""
 
 from __future__ import annotations
 

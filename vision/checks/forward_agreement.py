@@ -1,4 +1,4 @@
-"""Check at the start of a run: log-probabilities of answers agree with plain transformers."""
+"""Startup check that log-probabilities of answers agree with plain transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check at the start of a run: images, videos and sounds reach the model."""
+"""Startup check that images, videos and sounds influence the model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def media_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator
     encode, logps = examined.policy.encode, examined.log_probabilities
     seen = logps(tuple(encode(row.prompt, row.outcomes[-1]) for row in shown))
     inverted = logps(tuple(encode(negative(row.prompt), row.outcomes[-1]) for row in shown))
-    # Compare bit by bit: if the model reads the pixels at all, at least the rounding changes.
+    # Compare exactly: if the model reads the pixels at all, at least the rounding changes.
     blind = [row for row, a, b in zip(shown, seen, inverted, strict=True) if bool((a == b).all())]
     if blind:
         uids = list(dict.fromkeys(row.prompt.uid for row in blind))
@@ -41,7 +41,7 @@ def media_conditioning(examined: Examined, *, rows: PositiveInt = 4) -> Iterator
 
 
 def negative(prompt: Prompt) -> Prompt:
-    """Invert the pixels of the images and videos in a prompt, and reverse its sounds."""
+    """Invert the pixels of the images and videos in a prompt, and reverse its sounds in time."""
     inverted = map_frames(prompt, lambda frames: replace(frames, pixels=255 - frames.pixels))
-    # Reverse the time: models read the power of a sound, which a change of sign would not affect.
+    # Reverse time, not sign: models read the power of a sound.
     return map_media(inverted, Sound, lambda sound: replace(sound, samples=sound.samples.flip(0)))

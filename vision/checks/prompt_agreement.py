@@ -1,4 +1,4 @@
-"""Check at the start of a run: prompts have the same tokens as with transformers' own processor."""
+"""Startup check that prompts have the same tokens as with transformers' own processor."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def as_transformers(encoder: PromptEncoder, prompt: Prompt) -> dict[str, Tensor]
         messages = [_message(message, of_role[message.role]) for message in prompt.messages]
         try:
             inputs = plain_inputs(encoder.processor, messages, (), media, encoder.template.variables)
-        except Exception as refused:  # templates raise any exception for content they do not accept
+        except Exception as refused:  # templates raise any exception
             error = refused
             continue
         inputs = {name: torch.as_tensor(value) for name, value in inputs.items() if name not in UNUSED}

@@ -105,7 +105,7 @@ def benchmark(
 
 @dataclass
 class _Shown:
-    """The media and subtitles of rows; with `scored`, answers are recorded and files need not exist."""
+    """Finds media and subtitles of rows; with `scored` (recorded answers), files need not exist."""
 
     media: MediaRoot
     sampling: FrameSampling
@@ -125,7 +125,7 @@ class _Shown:
         if "" in made:
             self.images[item.uid] = made[""]
             return text, [made[""]]
-        marks = [mark for mark in made if mark not in text]  # media that no text mentions come first
+        marks = [mark for mark in made if mark not in text]  # media without a mark come first
         text = "".join(marks) + text
         if not made:
             return text, []
@@ -148,12 +148,12 @@ class _Shown:
         return self.media.medium(refs[0], place, self.sampling)
 
     def _video(self, item: Item) -> str:
-        """Return the path of an item's video; only Video-MME's has no suffix."""
+        """Return the path of an item's video; Video-MME's ids lack the suffix, which is appended."""
         name = str(item.media[0][1])
         return name + self.extension if item.named.get("video") == name else name
 
     def subtitles(self, item: Item) -> str:
-        """Return the subtitles of the sampled frames under a headline; empty for a video without any."""
+        """Return the subtitles at the sampled frames, with a heading; "" for a video without any."""
         assert self.folder is not None
         name = f"{item.named.get('video', '')}.srt"
         if Path(name).name != name:

@@ -39,7 +39,7 @@ def pope(
         if label not in ("yes", "no"):
             raise FileError(f"the label must be yes or no, not {short(label)}")
         uid = uid_of(row.columns, str(number + 1), "question_id")
-        medium = media.image(image, must_exist=not answers)  # recorded answers can be scored without images
+        medium = media.image(image, must_exist=not answers)  # scoring recorded answers needs no images
         return ask(uid, [medium], prompt.format(text=question), label, row.all)
 
     reads = ("image", "text", "label", "question_id")
@@ -58,7 +58,7 @@ def _in_order(prompts: Sequence[Prompt], rows: Sequence[DataRow], source: str) -
     for prompt, row in zip(prompts, rows, strict=True):
         answer = next((row.columns[key] for key in ("answer", "text") if key in row.columns), None)
         question = row.columns.get("question", prompt.columns["text"])
-        # Answer files repeat the question alone, or the whole prompt.
+        # Answer files repeat either the question or the whole prompt.
         same = {wording.strip().casefold() for wording in (prompt.columns["text"], prompt.text)}
         if type(answer) is not str or str(question).strip().casefold() not in same:
             raise FileError(
@@ -102,7 +102,7 @@ def amber(
     safe = read_text_file(Path(safe_words)).split("\n") if safe_words else []
     options = {"nouns": nouns_by, "similar": similar_by}
     functions = {name: function_of(by) for name, by in options.items() if by}
-    # Remove the empty word after a final line break.
+    # Drop the empty string after a final line break.
     words = Words(read_json(Path(relation), dict), frozenset(safe) - {""}, **functions)
     precomputed = read_answers(Path(answers)) if answers else {}
     media = root_of(root, answers, "amber")

@@ -73,7 +73,7 @@ def boxes(
     Args:
         path: A file of jsonl, JSON or parquet, or a folder saved by `datasets`.
         root: Folder of the images; by default the folder of the rows.
-        format: `rows` as above, or RefCOCO's files as published (see `refcoco_rows`), one prompt a sentence.
+        format: `rows` as above, or RefCOCO's published files (see `refcoco_rows`), one prompt per sentence.
         instances: For `refcoco`: COCO's `instances.json` with the boxes, if the rows have none.
         split: For `refcoco`: the split to read, such as testA; empty: all rows.
         columns: Maps the column names above to columns of the file; an empty name omits a column.
@@ -105,7 +105,7 @@ def boxes(
         truths = tuple(_box(box, form, name, scale) for box, _, name in pairs)
         target = Boxes(truths, tuple(label for _, label, _ in pairs), unit)
         words = {**row.others, **fields, "query": query, "units": UNITS[coordinates]}
-        # The question of a conversation is already the whole prompt.
+        # In conversations, the question is already the whole prompt: no template.
         question = query if fields.get("conversations") is not None else fill_template(prompt, words)
         messages = (Message("user", interleaved(question, [shown])),)
         answers = (Outcome(text=fill_template(demo, {**words, "answer": _answer(target)})),) if demo else ()
@@ -118,7 +118,7 @@ def boxes(
 
 
 def _question_and_boxes(fields: Mapping[str, Any]) -> tuple[str, list[tuple[Any, str, str]]]:
-    """Return the question of a row, and its boxes, each with its label and its name for error messages."""
+    """Return a row's question, and its boxes as (box, label, name for errors)."""
     if fields.get("conversations") is not None:
         turns = listed(fields["conversations"], "conversations", 2)
         messages = [mapping(turn, f"conversations[{i}]") for i, turn in enumerate(turns)]

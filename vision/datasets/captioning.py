@@ -68,7 +68,7 @@ def chair(
         target = Scene(frozenset(coco[uid].objects), words)
         return ask(uid, [medium], prompt, target, {"image_id": uid, "image": file})
 
-    # Images are not rows of a file, so errors show the image id as the place.
+    # Errors name the image id, because images are not rows of a file.
     prompts = read_prompts(instances[0], (DataRow(uid, "") for uid in wanted), make)
     return attach_answers(prompts, precomputed, answers, limit)
 
@@ -111,7 +111,7 @@ def object_halbench(
         image = row.columns.get("image")
         if image is not None and not root:
             encoded = text(image, "image")
-            # Use the encoded text as the source, because its hash identifies the image.
+            # The base64 text serves as source: its hash identifies the image.
             medium = Media("image", uid, partial(_decode, encoded, row.place), encoded.encode())
         else:
             file = coco[uid].file if image is None else text(image, "image")

@@ -42,9 +42,9 @@ def conversations(
     A row has a `prompt` (a text or messages), a `question`, or `messages`, and optionally a `system` prompt.
     A recorded answer is in `completion`, or is the last turn of `messages`. A row with only an `environment`
     has an empty prompt, which the environment fills (`vision.with_environments`). Media in `image`, `images`,
-    `video`, `videos`, `audio`, `audios` fill the slots in the messages; without slots they start the first
-    user message. The target is the first of `solution`, `answer` and `target`, if any. Reward functions get
-    all other columns by name. A row is invalid if a column with a known meaning would be ignored.
+    `video`, `videos`, `audio`, `audios` fill the placeholders in the messages; without any they start
+    the first user message. The target is the first of `solution`, `answer` and `target`. Rewards get all
+    other columns by name. A row is invalid if a column with a known meaning would be ignored.
 
     Args:
         path: The file or folder of rows.
@@ -76,7 +76,7 @@ def conversations(
             messages = (Message("user", tuple(Part(media=medium) for medium in shown) or (Part(),)),)
         else:
             messages = read_messages(question, shown, media.reader(row.place, chosen))
-        # Omit encoded media, which would be stored twice.
+        # Omit encoded media: the prompt already has them.
         left_out = (*media_columns(), "messages", "completion", "system", SOUND)
         kept = {key: value for key, value in {**row.others, **fields}.items() if key not in left_out}
         kept["prompt"] = question if type(question) is str and question else _as_rewards_see(messages)
@@ -87,7 +87,7 @@ def conversations(
 
 
 def _after_system(system_prompt: str, question: Any) -> list[Any]:
-    """Return the turns of a prompt, with the system message put first unless they begin with one."""
+    """Prepend the system message to the turns of a prompt, unless they begin with one."""
     turns = as_turns(question, "prompt")
     if turns and mapping(turns[0], "prompt[0]").get("role") == "system":
         return turns

@@ -49,16 +49,16 @@ def preference_pairs(
 
     TRL: `prompt` (or `question` or `messages`), `chosen` and `rejected`. LLaMA-Factory: `conversations`, or
     `instruction`, `input` and `history`, with `chosen` and `rejected`. ms-swift: `messages` whose last one is
-    the chosen answer, with `rejected_response` or `rejected_messages`. A `system` prompt may stand beside all
-    of these. A prompt is a text or messages. `chosen` and `rejected` are one answer each, or two
-    conversations with the prompt as their common beginning; then all turns of the assistant after this
-    beginning are trained on, and messages of tools and of the user are not. `tools` are listed in the prompt.
+    the chosen answer, with `rejected_response` or `rejected_messages`. All may have a `system` prompt. A
+    prompt is a text or messages. `chosen` and `rejected` are one answer each, or two conversations with the
+    prompt as their common beginning; then all turns of the assistant after this beginning are trained on,
+    and messages of tools and of the user are not. `tools` are listed in the prompt.
     A list of rejected answers gives one pair for each; the second has the id `id/2`. Then `score_rejected`
     may be a list of the same length.
 
-    Media in `image`, `images`, `video`, `videos`, `audio` and `audios` are paths or encoded media. They fill
-    the places in the messages, or begin the first user message. `rejected_images` (`rejected_videos`,
-    `rejected_audios`) replace them for the rejected answer; parts of messages may also contain their media.
+    Media in `image`, `images`, `video`, `videos`, `audio` and `audios` are paths or encoded media. They
+    fill the placeholders in the messages, or begin the first user message. `rejected_images` (and
+    `_videos`, `_audios`) replace them for the rejected answer; message parts may also contain their media.
 
     The prompt stores the chosen answer first and the rejected one second. Both record `preferred` (1 or 0)
     and `score`, which is `score_chosen` or `score_rejected` of the row, or else `preferred`.
@@ -144,7 +144,7 @@ def _each_rejected(row: DataRow) -> Iterator[DataRow]:
 
 
 def _recorded(columns: Mapping[str, Any], side: str) -> Mapping[str, float]:
-    """Return what an answer records: whether it is preferred, and its score."""
+    """Return the recorded rewards of an answer: `preferred` (1 or 0) and `score`."""
     preferred, score = float(side == "chosen"), columns.get(f"score_{side}")
     score = preferred if score is None else number(score, f"score_{side}")
     return {"preferred": preferred, "score": score}

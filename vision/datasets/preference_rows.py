@@ -1,4 +1,4 @@
-"""Rows of preference data in the forms of TRL, LLaMA-Factory and ms-swift: prompts, answers, media, tools."""
+"""Parsers of preference rows in the formats of TRL, LLaMA-Factory and ms-swift: answers, media, tools."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIDES = ("chosen", "rejected")
 EXPORTED = ("conversations", "chosen_answer", "rejected_answer")  # copy of the pair for LLaMA-Factory
 REJECTED = ("rejected_response", "rejected_messages")  # columns of ms-swift
 OURS = (*ASKED, "messages")
-# Per toolkit: its columns of a question and an answer besides OURS.
+# Per toolkit: columns of question and answer, besides OURS.
 THEIRS = {
     "llama_factory": ("conversations", "instruction", "input", "output", "history"),
     "ms_swift": ("query", "response", "history", *REJECTED),
@@ -42,7 +42,7 @@ OTHER_MEDIA = {f"rejected_{modality.columns[1]}": kind for kind, modality in MOD
 
 @dataclass(frozen=True)
 class RowMedia:
-    """Media of a row: its columns, and those that replace them for the rejected answer (ms-swift).
+    """Media of a row from its columns, with those that replace them for the rejected answer (ms-swift).
 
     Args:
         root: Folder of the media.
@@ -57,7 +57,7 @@ class RowMedia:
     sampling: FrameSampling
 
     def shown(self, rejected: bool = False) -> list[Media]:
-        """List the media of the columns; `rejected`: with the media of `rejected_images` and others."""
+        """List the media of the columns; with `rejected`, `rejected_images` etc. replace `images` etc."""
         other = {kind: name for name, kind in OTHER_MEDIA.items() if has_content(self.columns.get(name))}
         names = [(name, kind) for name, kind in media_columns().items() if not rejected or kind not in other]
         names += [(name, kind) for kind, name in other.items() if rejected]
@@ -69,7 +69,7 @@ class RowMedia:
     ) -> tuple[tuple[Message, ...], Outcome]:
         """Read a prompt and a recorded answer: a text, a message, or messages that end with one.
 
-        The media of the columns fill the places of the whole conversation. Returns the messages of the
+        Media of columns fill the placeholders of the whole conversation. Returns the messages of the
         prompt, and the answer with its `turns`.
         """
         *before, last = answer if is_conversation(answer) else [answer]
@@ -94,7 +94,7 @@ def question_and_sides(columns: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     """
     fields = {name: openai_turns(columns.get(name), name) for name in (*ASKED, "messages", *SIDES)}
     fields |= {"system": columns.get("system")}
-    if has_content(columns.get("chosen_answer")):  # our own rows, with a copy for LLaMA-Factory
+    if has_content(columns.get("chosen_answer")):  # exported by mmrl, with extra columns for LLaMA-Factory
         columns = {name: value for name, value in columns.items() if name not in EXPORTED}
     if (toolkit := toolkit_of_row(columns)) is None:
         return asked_of(fields), fields["chosen"], fields["rejected"]
@@ -148,9 +148,9 @@ def label_of(columns: Mapping[str, Any]) -> float:
 
 
 def toolkit_of_row(columns: Mapping[str, Any]) -> str | None:
-    """Return the toolkit whose own columns ask in a row; None if the columns are TRL's and ours.
+    """Return the toolkit whose columns contain a row's question; None for TRL's and mmrl's columns.
 
-    Raises `RowError` for a row that asks in columns of several toolkits.
+    Raises `RowError` for a row with questions in columns of several toolkits.
     """
     filled = {name for name, value in columns.items() if has_content(value)}
     found = [toolkit for toolkit, names in THEIRS.items() if filled & {*names} - {"history"}]
@@ -228,7 +228,7 @@ def tools_of(columns: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 
 
 def split_pair(question: Any, sides: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Return prompt and answer of the chosen and of the rejected side.
+    """Return (prompt, answer) of the chosen and of the rejected conversation.
 
     Turns that begin both conversations form the prompt; the media of these turns may differ. The answers
     begin with a turn of the assistant.
@@ -256,14 +256,14 @@ def split_pair(question: Any, sides: Sequence[Any]) -> list[tuple[Any, Any]]:
     talks = chosen, rejected
     same = min(same, len(chosen) - 1)
     while same and not all(talk[same].get("role") == "assistant" for talk in talks):
-        same -= 1  # answers that differ in a tool's reply begin with the call before it
+        same -= 1  # an answer starts with the call, not the tool's reply
     if not same and chosen[0].get("role") != "assistant":
         raise RowError("`chosen` and `rejected` differ in their prompt; both must answer the same one")
     return [(talk[:same], talk[same:]) for talk in talks]
 
 
 def _alike(turn: Any, other: Any) -> bool:
-    """Whether two turns are equal; turns of the user and of tools may show other media."""
+    """Whether two turns are equal, ignoring media in turns of the user and of tools."""
     if turn == other or "assistant" in (turn.get("role"), other.get("role")):
         return turn == other
     keys = [{key: value for key, value in one.items() if key != "content"} for one in (turn, other)]
@@ -277,7 +277,7 @@ def _conversation(prompt: list[Any], side: Any, name: str) -> list[Any] | None:
         return None
     if side[0].get("role") in ("assistant", "tool"):
         return [*prompt, *side]
-    # Ignore a system prompt that only the prompt or only the side has.
+    # Ignore a system message that only one of the two has.
     first, other = (bool(turns) and turns[0].get("role") == "system" for turns in (prompt, side))
     begins, talk = prompt[first and not other :], side[other and not first and bool(prompt) :]
     if not same_words(begins, talk[: len(begins)]):

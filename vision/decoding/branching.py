@@ -91,7 +91,7 @@ def right_answer(prompt: Prompt, engine: str) -> str:
 
 
 def target_scores(logp: Tensor) -> dict[str, float]:
-    """Return the geometric and the arithmetic mean of token probabilities, from their logarithms (n,).
+    """Return the geometric and the arithmetic mean of token probabilities, given log-probabilities (n,).
 
     IGPO (arXiv 2510.14967) reads `answer_likelihood`, SPAE (arXiv 2601.03823) `answer_probability`.
     """
@@ -196,7 +196,7 @@ def grow(
 
 
 class Forest:
-    """State of branches in generation; `batch[i]` is the index of the branch in row i of the reader."""
+    """State of a generation with branches; `batch[i]` is the index of the branch in row i of the reader."""
 
     def __init__(
         self, reader: LogitsReader, branches: Sequence[Branch], ends: Tensor, stops: StopStrings
@@ -227,7 +227,7 @@ class Forest:
         return ~self.ended[self.batch] & (self.limit[self.batch] > self.length[self.batch])
 
     def part(self, t: int, logits: Tensor) -> Tensor:
-        """Add the branches that begin after `t` tokens; return the logits (b, V) of the new batch of b rows.
+        """Add the branches that begin after `t` tokens; return the next logits (b, V) of all b rows.
 
         Finished rows stay until they are 1 / COMPACT of the batch, because removing them copies the cache.
         Returns logits without rows when all branches are finished.

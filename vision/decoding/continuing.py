@@ -24,7 +24,7 @@ class TurnSampler(Protocol):
         ...
 
     def part(self, parents: Mapping[tuple[str, int], tuple[str, int]]) -> None:
-        """Branch conversations: `parents` maps new ones to their origins, all as (prompt uid, index)."""
+        """Branch conversations: `parents` maps new to existing ones, both keyed by (prompt uid, index)."""
 
 
 class ContinuingEngine(Protocol):

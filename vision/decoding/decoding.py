@@ -39,7 +39,7 @@ def draw_tokens(
         Tokens (n,), their log-probabilities (n,) under the truncated distribution, and entropies (n,) of the
         distribution before truncation.
     """
-    logp = (logits / (temperature or 1.0)).log_softmax(-1)  # greedy: the distribution at temperature 1
+    logp = (logits / (temperature or 1.0)).log_softmax(-1)  # greedy: at temperature 1
     probability = logp.exp()
     entropy = -(probability * logp.clamp(min=-1e4)).sum(-1)  # a forbidden token adds 0, not NaN
     if temperature == 0:
@@ -66,7 +66,7 @@ def inverse_cdf(probability: Tensor, uniform: Tensor) -> Tensor:
     """Sample tokens (n,) by inverse CDF of `probability` (n, V); never pick a token of probability 0."""
     edges = probability.cumsum(-1)
     total = edges[:, -1:]  # 1, up to rounding errors
-    # Stay below the last edge, even if the product rounds up to it.
+    # Clamp below the last edge, in case the product rounds up to it.
     place = torch.minimum(uniform[:, None].to(edges) * total, torch.nextafter(total, torch.zeros_like(total)))
     # `right` skips the empty intervals of tokens with probability 0.
     return torch.searchsorted(edges, place, right=True)[:, 0].clamp(max=probability.shape[-1] - 1)
@@ -162,7 +162,7 @@ class CachedReader:
         prefix = prefill(policy.core, distinct, make_cache, share_prefix=policy.share_prefix)
         self.prefix = prefix.select(which.to(prefix.last.device))
         self.head = OutputHead(policy.model)
-        placeholders = policy.prompt_encoder.placeholders  # may be empty, so the dtype is given
+        placeholders = policy.prompt_encoder.placeholders  # dtype given, as it may be empty
         self.forbidden = torch.tensor(placeholders, dtype=torch.int64, device=prefix.last.device)
 
     def read(self, token: Tensor | None) -> Tensor:

@@ -30,7 +30,7 @@ class Teaching(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Taught:
-    """Outputs of teachers, as columns for N rows (N, T, ...) or M steps (M, ...).
+    """Outputs of all teachers, as columns (N, T, ...) of N rows, or (M, ...) of M steps.
 
     "teacher" is the index of each step's teacher in `teachers`, and "logp" its log-probability. Other columns
     depend on what is compared. Whole vocabulary: "hidden", the states before `head`. Likely tokens:
@@ -84,7 +84,7 @@ class Taught:
         """Add span divergences to `values` (N, T), at the last token of each span; `logp` is the policy's."""
         for number, teacher in enumerate(self.teachers):
             if teacher.align and (mine := self.columns["teacher"] == number).any():
-                # In rows of other teachers, these columns may hold any value, also NaN.
+                # Replace by 0: rows of other teachers may hold NaN in these columns.
                 span, span_logp = self.columns["span"] * mine, self.columns["span_logp"].where(mine, 0.0)
                 values = values + over_spans(teacher, logp, span, span_logp)
         return values
@@ -125,7 +125,7 @@ def on_support(teacher: Teaching, log_p: Tensor, log_q: Tensor, inside: Tensor, 
 
 def over_vocabulary(teacher: Teaching, logits: Tensor, other: Tensor) -> Tensor:
     """Compute the divergence (m,) from logits (m, V) of the policy and (m, V') of the teacher."""
-    # Models of one family pad the vocabulary of their heads to different sizes, with unused rows.
+    # Cut to the smaller vocabulary: models of one family pad their heads to different sizes.
     size = min(logits.shape[-1], other.shape[-1])
     both = (logits[:, :size].log_softmax(-1), other[:, :size].to(logits.dtype).log_softmax(-1))
     return generalized_jsd(*both, teacher.beta)

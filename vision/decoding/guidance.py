@@ -18,7 +18,7 @@ from mmrl.vision.models.processor import EncodedPrompt
 
 @dataclass(frozen=True, eq=False)
 class Unconditional:
-    """The image part of N answers after the negative prompt: `steps`, and where it begins in each answer."""
+    """Inputs of the unconditional pass: image parts of N answers after the negative prompt."""
 
     steps: TokenSteps
     begin: Tensor  # (N,) index of begin-of-image
@@ -44,20 +44,20 @@ class Unconditional:
 
 @dataclass(frozen=True, eq=False)
 class ImageTokens:
-    """Which tokens an image token competes with, and the guidance scale of image tokens.
+    """Image tokens, the softmax support of each token, and the guidance scale.
 
-    An image token is normalised over the image tokens, any other token over all tokens but the forbidden.
+    Image tokens are normalised over the image tokens, others over all tokens but the forbidden ones.
     """
 
     ids: Tensor  # (C,) ids of the image tokens
     scale: float = 1.0
 
     def weights(self, ids: Tensor) -> Tensor:
-        """Return the guidance scale (M,) of tokens (M,): 1 for text, which is not guided."""
+        """Return the guidance scale (M,) of tokens (M,); 1 for text tokens, which have no guidance."""
         return torch.where(torch.isin(ids, self.ids.to(ids.device)), self.scale, 1.0)
 
     def masked(self, logits: Tensor, ids: Tensor, forbidden: list[int]) -> Tensor:
-        """Mask, in logits (M, V), all tokens with which the tokens `ids` (M,) do not compete."""
+        """Mask logits (M, V) outside of the softmax support of each token in `ids` (M,)."""
         own = self.ids.to(ids.device)
         blocked = torch.zeros(2, logits.shape[-1], dtype=torch.bool, device=ids.device)
         blocked[0, torch.tensor(forbidden, dtype=torch.int64, device=ids.device)] = True

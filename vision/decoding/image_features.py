@@ -44,7 +44,7 @@ def distinct_images(
 
     def features(*args: Any, **options: Any) -> Any:
         """Compute the features of distinct images, and repeat them for all images."""
-        # The model passes the grids of all images, by position or by name: replace them.
+        # Replace the model's argument (positional or keyword) with the grids of all images.
         args = tuple(once[GRID] if x is not None and x is merged.get(GRID) else x for x in args)
         options |= {GRID: once[GRID]} if GRID in options else {}
         output = compute(*args, **options)
@@ -54,7 +54,7 @@ def distinct_images(
                 setattr(output, name, repeat(value, which, sizes))
         return output
 
-    core.get_image_features = features  # an instance attribute that hides the method of the class
+    core.get_image_features = features  # shadows the method of the class
     try:
         yield {**merged, PIXELS: once[PIXELS]}
     finally:
@@ -66,7 +66,7 @@ def find_distinct(images: Sequence[Media]) -> tuple[list[Media], list[int]]:
     distinct: list[Media] = []
     which = []
     for image in images:
-        # A comparison ends at the first pixel that differs.
+        # Comparisons are cheap: they end at the first pixel that differs.
         same = (all(torch.equal(image[name], other[name]) for name in image) for other in distinct)
         number = next((i for i, equal in enumerate(same) if equal), len(distinct))
         if number == len(distinct):

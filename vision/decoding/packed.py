@@ -47,7 +47,7 @@ def check_packing(model: str, packing: bool, attention: str, transform: Any, sp_
 def read_packed(core: nn.Module, steps: TokenSteps) -> Tensor:
     """Compute the hidden states (N, longest, width) that predict tokens, without a KV cache.
 
-    Gradient checkpointing needs this, because a recomputed layer must not write to a cache again. A prompt
+    Required by gradient checkpointing, because a recomputed layer must not write to a cache again. A prompt
     and its answers are one sequence; with `steps.packing`, all rows are one sequence without padding. The
     mask lets a token attend to earlier tokens of its own row only. States after a row's end are arbitrary.
     """
@@ -69,14 +69,14 @@ def read_packed(core: nn.Module, steps: TokenSteps) -> Tensor:
         for number in row:
             starts[number], at = at, at + len(tree.nodes[number])
     ids, positions, owner, index, mask = _inputs(tree, rows, device)
-    # Padding attends to itself only, so its id is arbitrary. The embedding of id 0 may be a zero vector, at
-    # which the gradient of Gemma 3n is NaN: use an id of an answer instead.
+    # Padding attends only to itself, so any id is valid. Use an id of an answer: the embedding of id 0 may be
+    # a zero vector, at which the gradient of Gemma 3n is NaN.
     ids = ids.masked_fill(~mask, int(steps.ids.max()))
-    # Eager attention adds its mask to the scores.
+    # Eager attention needs an additive mask.
     dtype = core.dtype if attention_of(core.config) == "eager" else None
     windows, before = layer_windows(core.config), tree.before().to(device)
     if steps.packing:
-        install(core.config)  # attention that calls the original function for every part, see `attend`
+        install(core.config)  # registers attention within parts
         lines = all(len(pack) == len({tree.nodes[n].parent for n in pack}) for pack in packs.values())
         options = _masks_of_parts(windows, before, owner[0], index[0], sizes, dtype, causal=lines)
     else:
@@ -123,7 +123,7 @@ def _masks_of_parts(
     *,
     causal: bool,
 ) -> dict[str, Any]:
-    """Make the arguments of a model that let parts of one sequence attend to themselves only.
+    """Create the model arguments by which parts of one sequence attend only to themselves.
 
     The mask of a layer type holds the masks of all parts in a row: (1, 1, 1, sum of squared `sizes`). It is
     empty (1, 1, 1, 0) where every part has a plain causal mask: `causal`, and no part exceeds the window.
@@ -152,7 +152,7 @@ def _masks(
     mask: Tensor,
     dtype: torch.dtype | None = None,
 ) -> Tensor | dict[str, Tensor]:
-    """Make the mask (P, 1, S, S) of P packed sequences; if layers differ, one mask per layer type.
+    """Create the mask (P, 1, S, S) of P packed sequences; if layers differ, one mask per layer type.
 
     Args:
         windows: Maps each layer type to its window, see `layer_windows`.
@@ -165,7 +165,7 @@ def _masks(
     size = owner.shape[1]
     earlier = torch.ones(size, size, dtype=torch.bool, device=owner.device).tril()
     seen = before[owner[:, :, None], owner[:, None, :]]  # (P, S, S): sequence, query token, key token
-    # Padding attends to itself, because the softmax over no key is NaN.
+    # Let padding attend to itself, because a softmax over no keys is NaN.
     alone = torch.eye(size, dtype=torch.bool, device=owner.device) & ~mask[:, :, None]
     allowed = (earlier & seen & mask[:, None, :]) | alone
     distance = index[:, :, None] - index[:, None, :]  # (P, S, S) tokens between query and key in their row

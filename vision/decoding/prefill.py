@@ -40,7 +40,7 @@ class Prefix:
     last: Tensor  # (P,) id of the last token
     last_position: Tensor  # (A, P) position of the last token
     next_position: Tensor  # (A, P) position of the first token of an answer
-    reading: Callable[[Any], AbstractContextManager]  # context of a forward pass, given the config
+    reading: Callable[[Any], AbstractContextManager]  # config -> context of forward passes
     length: int = 0  # tokens read since the prefill
     state: Tensor | None = None  # (P, width) hidden state of the last token if it is cached
     _angles: list[Angles] = field(default_factory=list, init=False)  # one per step, from `_since` on
@@ -82,7 +82,7 @@ class Prefix:
         # Token i of an answer has position next_position + i; the last prompt token counts as i = -1.
         steps = torch.arange(self.length - 1, self.length - 1 + ids.shape[1], device=ids.device)
         positions = self.next_position[..., None] + steps if positions is None else positions
-        if not self.length:  # after a video, this is not always next_position - 1
+        if not self.length:  # the last prompt token: after a video not always next_position - 1
             positions[..., 0] = self.last_position
         self.length += ids.shape[1]
         self.mask = torch.cat([self.mask, self.mask.new_ones(ids.shape)], 1)
@@ -193,7 +193,7 @@ def merge_media(
     """
     names = dict.fromkeys(name for tensors in media for name in tensors)
     columns = {name: [tensors[name] for tensors in media if name in tensors] for name in names}
-    # Shape (videos, frames, 3, height, width). Qwen packs patches in two dimensions: any number of frames.
+    # Videos as (videos, frames, 3, height, width) need equal numbers of frames; Qwen's packed patches do not.
     frames = {video.shape[1] for video in columns.get(VIDEOS, ()) if video.dim() == 5}
     if len(frames) > 1:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Prefix tree of a batch of rows: a node is a run of tokens, computed once for all its rows.
 
-Rows share tokens beyond their prompt in two cases: if an engine branches answers, and if every turn of a
-conversation is a row of its own, whose prompt contains the earlier turns.
+Rows share tokens beyond their prompt if an engine branches answers, or if every turn of a conversation is a
+separate row, whose prompt contains the earlier turns.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Node:
-    """Tokens [`begin`, `end`) of `row`, shared by all rows below the node; they follow the node `parent`."""
+    """Tokens [`begin`, `end`) of `row`, shared by all rows in the node's subtree; `parent` precedes them."""
 
     begin: int
     end: int
@@ -98,7 +98,7 @@ class PrefixTree:
         return sum(len(level) * max(level.values()) for level in sizes)
 
     def select(self, rows: Sequence[int]) -> PrefixTree:
-        """Return the tree of some rows, with only the nodes that they need."""
+        """Return the subtree of the selected rows, without unused nodes."""
         below: dict[int, list[int]] = {}  # maps a node to the new indices of its rows
         for place, row in enumerate(rows):
             for number in self.paths[row]:
@@ -165,7 +165,7 @@ def find_tree(lines: Sequence[Line]) -> PrefixTree:
             parting = [_common(keys[longest], keys[row], begin) for row in same]
             parting = [end for end, row in zip(parting, same, strict=True) if end < len(keys[row])]
             end = lines[longest].outside_media(min(parting, default=len(keys[longest])))
-            # If rows have only a part of an image in common, every row gets its own node.
+            # Without a common prefix that ends outside of images, every row gets its own node.
             for group in [same] if end > begin else [[row] for row in same]:
                 first = longest if end > begin else group[0]
                 nodes.append(Node(begin, end if end > begin else len(keys[first]), first, parent))
@@ -199,7 +199,7 @@ def shorten(lines: tuple[Line, ...], nodes: Sequence[Node], ends: Sequence[int])
             size[child] += len(node)
         children[node.parent].remove(number)
         children[node.parent] += after
-        moved[number] = after[0]  # a row that ended in this node now ends in its first child
+        moved[number] = after[0]  # rows that end in this node now end in its first child
     order = [number for number in range(len(nodes)) if number not in moved]
     new = {ROOT: ROOT} | {number: i for i, number in enumerate(order)}
     paths = []
@@ -221,7 +221,7 @@ def media_of(core: nn.Module, ids: Tensor, media: Mapping[str, Tensor], before: 
         return []
     family, located, used = family_of(core.config), [], Counter()
     parts = family.split(media) if family.split else []
-    if media.keys() != {name for part in parts for name in part}:  # these tensors cannot be split by image
+    if media.keys() != {name for part in parts for name in part}:  # some tensors cannot be split by image
         places = torch.isin(ids, ids.new_tensor(placeholder_ids(core.config))).nonzero()[:, 0].tolist()
         first, last = (places[0], places[-1]) if places else (0, len(ids) - 1)
         return [Medium(media, before + first, before + last + 1)]
@@ -239,7 +239,7 @@ def keys_of(lines: Sequence[Line]) -> list[Tensor]:
     for line in lines:
         ids = line.ids.clone()
         for medium in line.media:
-            # Replace all tokens of the range, also text between placeholders, by the number of the medium.
+            # Set the medium's number as key of its whole token range, including text between placeholders.
             ids[medium.first : medium.end] -= (contents.number(medium.tensors) + 1) << 32
         where = line.positions
         if where.is_floating_point():  # view the bits as integers, like the ids
@@ -282,7 +282,7 @@ class _MediaContents:
 
 
 def _equal_at(keys: Sequence[Tensor], members: Sequence[int], at: int) -> list[list[int]]:
-    """Group the rows `members` by their key at index `at`."""
+    """Group the rows `members` by the key (token and position) at index `at`."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for row in members:
         groups.setdefault(tuple(keys[row][at].tolist()), []).append(row)

@@ -65,7 +65,7 @@ class RoleAdapters(TrainedPart):
         for key, weight in adapted.named_parameters():
             for name in names:
                 if f".{name}." in key and "lora_" in key:
-                    # peft sets `requires_grad` for its active adapter only, but all roles are trained.
+                    # All roles are trained, but peft sets `requires_grad` only for the active adapter.
                     self.weights[name].append(weight.requires_grad_(True))
         self._activate(self.names[0])
 
@@ -126,7 +126,7 @@ class RoleAdapters(TrainedPart):
                 at = rows.to(value.device)[:, None], torch.arange(value.shape[1], device=value.device)[None]
                 joined[name] = whole.index_put(at, value)
         if torch.is_grad_enabled():
-            # Every process must have a gradient for every parameter, also for roles without rows here.
+            # Add 0 times all adapters: processes need gradients of all, also for roles without rows here.
             absent = [w for name in self.names for w in self.weights[name]]
             joined["logp"] = joined["logp"] + 0.0 * sum(weight.sum() for weight in absent)
         return joined

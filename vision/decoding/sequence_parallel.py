@@ -35,7 +35,7 @@ class SequenceParallel:
     def __init__(self, core: nn.Module, size: int) -> None:
         self.trunk = cast(Any, getattr(core, "language_model", core))
         self.size, self.rank, self.group = size, 0, None
-        install(core.config)  # attention that calls `attend` if it gets the argument `sequence_parallel`
+        install(core.config)  # attention that calls `attend`
 
     def join(self) -> None:
         """Create the process groups in the first forward pass; every process must call this method."""
@@ -67,7 +67,7 @@ class SequenceParallel:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> tuple[Tensor, None]:
         """Compute causal attention over all tokens from slices (rows, heads, tokens / size, channels)."""
-        if key.shape[1] % self.size:  # the processes cannot divide the key heads
+        if key.shape[1] % self.size:  # heads cannot be divided: repeat them
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         # Rows are padded on the right, so no token attends to padding.
         query, key, value = (self._swap(x, split=1, join=2) for x in (query, key, value))
@@ -104,7 +104,7 @@ class SequenceParallel:
             else:
                 others.append(states)
         assert results is not None
-        # Times 0: the values stay the same, but the backward pass includes the slices of other rows.
+        # Add 0 times the others' outputs, so that the backward pass includes their slices.
         results.last_hidden_state = results.last_hidden_state + 0.0 * sum(other.sum() for other in others)
         return results
 
@@ -117,7 +117,7 @@ class SequenceParallel:
         if sequences is not None:
             first = sequences[0]
             axes = 0 if positions is None else (1 if positions.ndim == 2 else len(positions))
-            # One bit for each sequence: processes exchange gradients of those alone that the owner learns.
+            # One flag per sequence: exchange gradients only of sequences that the owner trains on.
             needs = sum(sequence.requires_grad << i for i, sequence in enumerate(sequences))
             plan = torch.tensor(
                 [*first.shape, len(sequences), axes, needs, DTYPES.index(first.dtype)], device=device
@@ -143,7 +143,7 @@ class SequenceParallel:
         if number > 1:
             options["visual_pos_masks"] = torch.ones(shape[:2], dtype=torch.bool, device=device)
             options["deepstack_visual_embeds"] = [part.flatten(0, 1) for part in shared[1:]]
-        # Layers pass `sequence_parallel` on to attention, also when the backward pass recomputes them.
+        # Layers pass `sequence_parallel` on to attention, also when recomputed in the backward pass.
         return alone(inputs_embeds=shared[0], use_cache=False, sequence_parallel=self, **options), length
 
     def _dense(self, embedded: Tensor, options: dict[str, Any]) -> list[Tensor]:

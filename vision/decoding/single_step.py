@@ -84,7 +84,7 @@ def find_decoder(core: nn.Module) -> nn.Module | None:
     if any(map(_is_changed, (core, *text.modules()))) or type(text.embed_tokens) is not nn.Embedding:
         return None
     if not _path(core).startswith("transformers."):
-        return None  # a derived class may have another forward pass
+        return None  # unknown classes may differ
     plain = all(
         type(layer.self_attn).__name__ == f"{name}Attention"
         and {type(layer.input_layernorm).__name__, type(layer.post_attention_layernorm).__name__}
@@ -122,7 +122,7 @@ class SingleStep:
     @cached_property
     def layers(self) -> list[_Layer]:
         """Weights of the layers, converted to the precision of autocast in the first step."""
-        torch.clear_autocast_cache()  # the prefill left copies of the same weights there
+        torch.clear_autocast_cache()  # free the prefill's copies of the same weights
         layers = self._text.layers[: self._text.config.num_hidden_layers]
         return [_Layer(layer, self._packed, self.compute) for layer in layers]
 
@@ -137,7 +137,7 @@ class SingleStep:
         """Compute the rotary angles of each of t steps from positions (N, t), or (A, N, t) on A axes."""
         cos, sin = self.rotary(self.embed.weight, positions)  # (N, t, D) each
         half = sin.shape[-1] // 2
-        sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)  # signs of the rotation, done by `roll`
+        sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)  # signs for the rotation by `roll`
         cos, sin = (x.transpose(0, 1)[:, :, None, None].contiguous().unbind() for x in (cos, sin))
         return list(zip(cos, sin, strict=True))
 
@@ -189,7 +189,7 @@ class _Norm:
         self.least = weight.new_tensor(math.sqrt(width * eps))
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.is_cuda or x.dtype != torch.float32:  # use the fused kernel, and compute in float32
+        if x.is_cuda or x.dtype != torch.float32:  # fused kernel, float32 inside
             if x.dtype == self.whole.dtype and self.whole.dim() == 1:
                 return nn.functional.rms_norm(x, x.shape[-1:], self.whole, self.eps)
             return nn.functional.rms_norm(x.float(), x.shape[-1:], eps=self.eps) * self.whole

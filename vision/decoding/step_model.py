@@ -70,7 +70,7 @@ class StepModel(nn.Module):
     ) -> None:
         super().__init__()
         self.together, self.images = together, images
-        self.read = part.read if part else None  # storing `part` would register the module twice
+        self.read = part.read if part else None  # not `part`, which is already a submodule
         self.model, self.forbidden, self.compute = model, forbidden, compute
         self.checkpointed, self.share, self.blank, self.inner = checkpointed, share, blank or {}, inner
 
@@ -78,7 +78,7 @@ class StepModel(nn.Module):
         """Compute "logp" and the outputs in `extra` for N answers: (N, longest) each, or (N, longest, ...).
 
         `inner_outputs.py` lists the outputs; "divergence" needs `taught`. Output heads are called only
-        inside this method, because data parallelism wraps this module.
+        in here, because data parallelism wraps this module.
         """
         if self.read is not None:
             return self.read(self.values, steps, extra, taught)
@@ -100,7 +100,7 @@ class StepModel(nn.Module):
                 begin = steps.unconditional.begin.to(device)[where[0]]
                 second = self.states(steps.unconditional.steps)[where[0], (where[1] - begin).clamp(min=0)]
             columns = hidden[where], head, ids, temperature
-            # A teacher or a second state may give different outputs at equal steps.
+            # Not with teachers or guidance, whose outputs may differ between equal steps.
             distinct = steps.tree and taught is None and second is None
             if distinct:
                 first, each = (index.to(device) for index in steps.distinct_steps(inside))
@@ -127,7 +127,7 @@ class StepModel(nn.Module):
         core = self.model.base_model
         if steps.tree and not self.reads_trees:
             steps = replace(steps, tree=None)
-        # Only learning runs equally many passes on every process; other passes store no activations.
+        # Only with gradients: other passes store no activations, and differ in number between processes.
         if self.together and torch.is_grad_enabled():
             with self.together.active():
                 hidden = read_whole(core, steps)
@@ -136,7 +136,7 @@ class StepModel(nn.Module):
         elif self.checkpointed:
             hidden = read_packed(core, steps)
         else:
-            with onednn(core):  # not with checkpointing, which recomputes layers outside this context
+            with onednn(core):  # checkpointing would recompute outside of it
                 if steps.packing:
                     hidden = read_packed(core, steps)
                 else:
@@ -148,7 +148,7 @@ class StepModel(nn.Module):
         for kind, blank in self.blank.items():
             if shown & heard if kind == "audio" else shown - heard:
                 continue
-            # Every process needs a gradient for every parameter, also those of vision and audio towers.
+            # Every process needs gradients of all parameters, including those of vision and audio towers.
             inputs = merge_media(core, [blank], hidden.device)
             if kind == "audio":
                 hidden = hidden + 0.0 * core(**inputs, use_cache=False).last_hidden_state.sum()
@@ -156,7 +156,7 @@ class StepModel(nn.Module):
             features = core.get_image_features(**inputs, return_dict=True)
             # Qwen3-VL also passes features of earlier tower layers to the language model.
             layers = (features.pooler_output, *features.get("deepstack_features", ()))
-            # Times 0: the loss stays the same, and all gradients exist.
+            # Add 0 times the dummy output, so that all gradients exist.
             hidden = hidden + 0.0 * sum(part.sum() for layer in layers for part in layer)
         return hidden
 

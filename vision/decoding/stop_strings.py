@@ -41,7 +41,7 @@ class StopStrings:
 
     def within(self, ids: Sequence[int]) -> bool:
         """Return whether the text of these tokens contains a stop string."""
-        # A first token that begins inside a character may garble the text: then start one token later.
+        # Retry without the first token, which may begin inside a character and garble the text.
         for start in range(MARGIN):
             text = self.encoder.text(torch.tensor(ids[start:], dtype=torch.int64))
             if any(string in text for string in self.strings):
@@ -68,7 +68,7 @@ class StopRows:
                 self.latest[row].append(token)
                 stopped[i] = self.stops.within(list(self.latest[row]))
                 if stopped[i]:
-                    self.latest[row].clear()  # if the answer continues, do not detect the string again
+                    self.latest[row].clear()  # do not detect it again in a continued answer
         return stopped
 
     def copy(self, old: Sequence[int], new: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Conversion of a policy's steps for a model with another prompt template or another tokenizer."""
+"""Conversion of a policy's batch for a teacher with another prompt template or another tokenizer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SharedSpans:
 
 
 class Translator:
-    """Rewrites the steps of a policy for a model with another prompt template or another tokenizer.
+    """Converts a policy's batch for a teacher with another prompt template or another tokenizer.
 
     Args:
         encoder: Prompt encoder of the policy.
@@ -52,7 +52,7 @@ class Translator:
         self.encoder, self.other, self.align = encoder, other, align
 
     def __call__(self, steps: TokenSteps) -> tuple[TokenSteps, SharedSpans | None]:
-        """Rewrite prompts, and answers if `align`; return new steps and shared spans (None without `align`).
+        """Convert prompts and, if `align`, answers; return new steps and shared spans (None without `align`).
 
         Raises ValueError for conversations with replies, which only the policy's template can write.
         """
@@ -84,13 +84,13 @@ class Translator:
         return self.other.encode(prompt, tools)
 
     def _answer(self, ids: Tensor) -> tuple[Tensor, list[int | None], list[int | None]]:
-        """Tokenize an answer (T,) for the other model; return its ids, and the token ends of both models."""
+        """Tokenize an answer (T,) for the teacher; return its ids, and the token ends of both models."""
         ended = bool(len(ids)) and int(ids[-1]) in self.encoder.end
         text = self.encoder.text(ids)
         ends = token_ends(self.encoder.tokenizer, ids[:-1].tolist() if ended else ids.tolist(), text)
         mine = self.other.plain.ids(text) if text else []
         others = token_ends(self.other.tokenizer, mine, text)
-        if ended or not mine:  # the end token is a span of its own; an empty answer also needs a token
+        if ended or not mine:  # the end token is a separate span; an empty answer needs a token, too
             mine, others = [*mine, self.other.end[0]], [*others, len(text) + 1]
             ends += [len(text) + 1] * ended
         return torch.tensor(mine), ends, others
@@ -112,7 +112,7 @@ def token_ends(tokenizer: Any, ids: Sequence[int], text: str) -> list[int | None
     for number in ids:
         piece = stream.step(tokenizer.backend_tokenizer, int(number)) or ""
         alike = bool(piece) and text.startswith(piece, at)
-        at += len(piece) if alike or not piece else len(text) + 1  # after a difference, no token matches
+        at += len(piece) if alike or not piece else len(text) + 1  # beyond the text: never matches
         ends.append(at if alike else None)
     if ends and max((end for end in ends if end is not None), default=0) < len(text):
         ends[-1] = len(text)
@@ -127,7 +127,7 @@ def shared_spans(ends: Sequence[int | None], others: Sequence[int | None]) -> tu
     common = {end for end in ends if end is not None} & {end for end in others if end is not None}
 
     def numbers(ends: Sequence[int | None]) -> list[int]:
-        closed = [*accumulate((end in common for end in ends), initial=0)]  # spans ended before each token
+        closed = [*accumulate((end in common for end in ends), initial=0)]  # spans that end before each token
         return [number + 1 if number < len(common) else 0 for number in closed[:-1]]
 
     return numbers(ends), numbers(others)

@@ -33,7 +33,7 @@ class Suffix:
 
     @staticmethod
     def answer(prompt: EncodedPrompt, ids: Tensor) -> Suffix:
-        """Make the suffix of a single answer with token ids (T,), without replies."""
+        """Create the suffix of a single answer with token ids (T,), without replies."""
         after = torch.arange(len(ids))
         return Suffix(ids, (prompt.next_position + after).expand(len(prompt.positions), -1), after)
 
@@ -68,10 +68,9 @@ class TokenRow:
 
     @staticmethod
     def of_turns(turns: Sequence[tuple[EncodedPrompt, Tensor]], temperature: float = 1.0) -> TokenRow:
-        """Make the row of a conversation from the input and the answer (T,) of every turn.
+        """Create the row of a conversation from the input and the answer (T,) of every turn.
 
-        The input of a turn begins with the input and the answer of the turn before, as in
-        `PromptEncoder.extend`.
+        Each input begins with the previous turn's input and answer, as from `PromptEncoder.extend`.
         """
         (prompt, _), (read, last) = turns[0], turns[-1]
         ids, before = torch.cat([ids for _, ids in turns]), len(prompt.ids)
@@ -161,7 +160,7 @@ class TokenSteps:
 
     @property
     def cheaper_tree(self) -> PrefixTree | None:
-        """The tree if it saves tokens, padding included, over separate prompts and answers; else None."""
+        """The prefix tree if it computes fewer tokens, with padding, than separate prompts; else None."""
         rows = torch.arange(len(self.ids))
         tree = self.tree
         return tree if tree and tree.cost(rows.tolist()) < self._cost_apart(rows) else None
@@ -208,7 +207,7 @@ def distinct_prompts(prompts: Sequence[EncodedPrompt]) -> tuple[tuple[EncodedPro
 
 
 def read_cached(core: nn.Module, steps: TokenSteps, *, share_prefix: bool = True) -> Tensor:
-    """Prefill prompts, run answers, and return the hidden states (N, longest, width) that predict tokens.
+    """Prefill prompts, run answers, and return the hidden states (N, longest, width) before each token.
 
     If the steps have a prefix tree that computes fewer tokens, the tree is run instead.
     """
@@ -232,7 +231,7 @@ def read_cached(core: nn.Module, steps: TokenSteps, *, share_prefix: bool = True
 
 
 def read_whole(core: nn.Module, steps: TokenSteps) -> Tensor:
-    """Compute the hidden states that predict tokens, with a copy of the prompt per row, for any model."""
+    """Compute hidden states before each token, with a copy of the prompt per row; works for any model."""
     device = core.get_input_embeddings().weight.device
     lines, where, media = [], [], []
     for row, number in enumerate(steps.which.tolist()):
@@ -278,13 +277,13 @@ def _line(prompt: EncodedPrompt, suffix: Suffix, media: tuple[Medium, ...]) -> L
 
 
 def prompts_and_answers(steps: TokenSteps) -> PrefixTree:
-    """Make a tree of depth 2: prompts without their last token, then answers that begin with that token."""
+    """Create a tree of depth 2: prompts without their last token, then answers after that token."""
     lines, nodes, paths = [], [], []
     roots: dict[int, int] = {}
     for row, number in enumerate(steps.which.tolist()):
         prompt, suffix = steps.prompts[number], steps.suffix(row)
         before = len(prompt.ids) - 1
-        # All media of a prompt belong to the node of the prompt, wherever they are.
+        # All media of a prompt belong to the prompt's node, at any position.
         media = (
             Medium(prompt.media, 0, before),
             Medium(suffix.media, before + 1, before + 1 + len(suffix.ids)),

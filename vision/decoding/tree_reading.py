@@ -20,9 +20,9 @@ from mmrl.vision.models.model_families import family_of, types_argument
 def reads_trees(model: nn.Module, *, packed: bool) -> bool:
     """Return whether a model can run prefix trees: in one sequence if `packed`, else with a KV cache."""
     core = model.base_model
-    # Pruning replaces `forward`; it selects among the visual tokens of a whole prompt.
+    # Not with pruning (a replaced `forward`), which selects among the visual tokens of a whole prompt.
     pruned = any("forward" in vars(part) for part in (core, core.get_decoder()))
-    # With sharded weights all processes need equally many passes, but their trees may differ in depth.
+    # Not with sharded weights: processes need equally many passes, but trees differ in depth.
     return (
         not pruned
         and only_attends(core.config.get_text_config(decoder=True))
@@ -80,7 +80,7 @@ def read_tree(core: nn.Module, tree: PrefixTree) -> tuple[Tensor, list[int]] | N
 def _read_roots(
     core: nn.Module, tree: PrefixTree, level: Sequence[int], states: States, device: torch.device
 ) -> Any | None:
-    """Run the root nodes; return a cache with them as shared prompts, or None as in `read_tree`."""
+    """Run the root nodes; return a cache with them as shared prompts, None if attention ignores it."""
     inputs, filled = _inputs(core, tree, level, device, "left"), exact_cache(core.config)
     mask = pad_rows([torch.ones_like(tree.ids(number)) for number in level], device)
     with record_keys(core.config) as recorded:
@@ -92,7 +92,7 @@ def _read_roots(
 def _inputs(
     core: nn.Module, tree: PrefixTree, level: Sequence[int], device: torch.device, side: str
 ) -> dict[str, Tensor]:
-    """Make the model inputs of nodes, padded on the left or right (`side`)."""
+    """Create the model inputs of nodes, padded on the left or right (`side`)."""
     positions = pad_positions([tree.positions(number) for number in level], device, side)
     ids = pad_rows([tree.ids(number) for number in level], device, side)
     return {

@@ -52,7 +52,7 @@ class KeptRow:
             for name, value in self.read.media.items()
         )
         if count >= len(self.read.ids) and begins:
-            return count  # the usual case: no need to compare single images
+            return count  # usual case: all media equal
         after = self.read.next_position + torch.arange(len(self.ids) - len(self.read.ids))
         positions = torch.cat([self.read.positions, after.expand(len(self.read.positions), -1)], 1)
         stored = Line(self.ids, positions, tuple(media_of(core, self.read.ids, self.read.media)))
@@ -153,7 +153,7 @@ class Turns:
 
 @cache
 def _tell(why: str) -> None:
-    """Warn that turns are read from the beginning, once per process and reason."""
+    """Warn, once per process and reason, that each turn recomputes the whole conversation."""
     log.warning("every turn of a conversation is read anew, from its beginning: %s", why)
 
 
@@ -172,7 +172,7 @@ class TurnReader:
     def _take_over(self, requests: Sequence[GenerationRequest]) -> None:
         """Begin the first turn with the cache of `self.reader`."""
         cache = self.reader.prefix.cache
-        self.prompts = cache.prompts()  # the shared prompts, for the caches of later turns
+        self.prompts = cache.prompts()  # shared prompts, reused by later turns
         shared = [len(request.encoded.ids) - 1 for request in requests]
         self._begin(requests, cache.owners, shared)
 
@@ -190,7 +190,7 @@ class TurnReader:
         self.latest: list[Tensor] = []  # tokens (n,) of the latest steps, not yet added to `tokens` (n, t)
 
     def read(self, token: Tensor | None) -> Tensor:
-        """Run one token per row and return logits; the first call, with None, runs the turn's new tokens."""
+        """Append one token per row and return logits; the first call (None) runs the turn's new tokens."""
         self.begun = True
         if token is not None:
             self.latest.append(token)
@@ -207,7 +207,7 @@ class TurnReader:
         self.reader.keep(rows)
 
     def kept_rows(self) -> dict[Key, KeptRow]:
-        """End the turn; return the stored rows of all conversations, keyed by conversation."""
+        """End the turn; return the stored keys and values of all conversations, by conversation."""
         if self.begun:
             self._leave(range(len(self.rows)))
         return self.kept
@@ -260,7 +260,7 @@ class TurnReader:
         prefix, core = self.reader.prefix, self.reader.prefix.core
         with distinct_images(core, chunk.media, chunk.ids.device) as media:
             hidden = prefix.read(chunk.ids, chunk.positions, media)
-        self._fill(self._own_tokens([len(row.ids) - row.shared for row in self.rows]))  # drops the padding
+        self._fill(self._own_tokens([len(row.ids) - row.shared for row in self.rows]))  # removes padding
         prefix.length = 1
         return self.reader.logits(hidden[torch.arange(len(hidden)), chunk.length - 1])
 
@@ -275,7 +275,7 @@ class TurnReader:
         return self.reader.prefix.cache.own_tokens(counts)
 
     def _restore(self, rows: Sequence[KeptRow], own: Layers) -> None:
-        """Make a cache from the shared prompts of rows, and the rows' own keys and values."""
+        """Create a cache from the shared prompts of rows, and the rows' own keys and values."""
         cache, device = self.prompts.prompts(), self.reader.prefix.last.device
         cache.batch_select_indices(torch.tensor([row.prompt for row in rows], device=device))
         self.prompts = cache.prompts()  # drops prompts whose conversations have all ended

@@ -98,7 +98,7 @@ class ContrastiveDecoding:
         return tuple(rows)
 
     def ratio(self, uid: str, index: int) -> float:
-        """Draw the hallucination ratio of answer `index`, at least `gap` above the previous of its cycle."""
+        """Draw the hallucination ratio h of answer `index`, with distance `gap` to the ratio before it."""
         turn, place = divmod(index, len(self.contrast_alpha))
         generator = self.stream.generator("contrast_alpha", uid, turn)  # independent of other cycles
         last = -math.inf
@@ -110,15 +110,15 @@ class ContrastiveDecoding:
                 if value - last >= self.gap:
                     break
             else:
-                value = last + self.gap  # no draw was large enough: take the smallest allowed ratio
+                value = last + self.gap  # no draw was large enough
             last = value
         return last
 
     def _begin(self, rows: Sequence[GenerationRequest]) -> LogitsReader:
-        """Make a reader that runs each row with the image, without, or both, depending on the row's ratio."""
+        """Create a reader that runs each row with the image, without it, or both, as its ratio requires."""
         device = self.policy.core.get_input_embeddings().weight.device
         ratio = torch.tensor([self.ratio(row.prompt.uid, row.index) for row in rows], device=device)
-        # The thresholds and the decay need p, whatever the ratio is.
+        # Thresholds and decay need p at any ratio.
         needs_p = self.plausibility_threshold > 0 or self.decay_gamma > 0 or self.confidence_threshold < 1
         distinct = {row.prompt.uid: row for row in rows}
         corrupted = {uid: self._corrupted(row) for uid, row in distinct.items()}
@@ -133,7 +133,7 @@ class ContrastiveDecoding:
 
     def _corrupted(self, row: GenerationRequest) -> EncodedPrompt:
         """Encode the prompt of q: without media, with noised media, or with cropped media."""
-        generator = self.stream.generator("distortion", row.prompt.uid)  # one distortion for all answers
+        generator = self.stream.generator("distortion", row.prompt.uid)  # the same for all answers
         encode = self.policy.prompt_encoder.encode
         if self.against == "blind":
             return encode(without_media(row.prompt))
@@ -149,7 +149,7 @@ class ContrastiveDecoding:
 class MixtureReader:
     """Runs each row with the image, without it, or both, depending on its ratio, and mixes the logits.
 
-    `halves` has one pair each for p and q: the mask (n,) of rows that need it, and their reader, or None.
+    `halves` has a pair for p and one for q: mask (n,) of the rows that need it, their reader or None.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class MixtureReader:
             limit = p.max(-1, keepdim=True).values + math.log(settings.plausibility_threshold)
             mixture = mixture.masked_fill((p < limit) & (self.ratio[:, None] != 0), FORBIDDEN)
         self.length += 1
-        # Placeholders have huge negative logits in p and q, which a large ratio could turn positive.
+        # Forbid placeholders again: a large ratio could make their huge negative logits positive.
         return mixture.index_fill(-1, self.forbidden, FORBIDDEN)
 
     def _logp(self, needed: Tensor, reader: LogitsReader | None, token: Tensor | None) -> Tensor | float:
@@ -195,7 +195,7 @@ class MixtureReader:
         """Keep only the answers (rows) with these indices (k,) in the batch."""
         halves = []
         for needed, reader in self.halves:
-            # A reader has only the rows that need it, so convert the indices to its rows.
+            # Convert to indices in the reader, which has only the rows that need it.
             inside = (needed.cumsum(0) - 1)[rows][needed[rows]]
             if reader is not None and len(inside):
                 reader.keep(inside)

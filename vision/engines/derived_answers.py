@@ -31,7 +31,7 @@ def answer_half(engine: Engine, prompts: Sequence[Prompt]) -> tuple[Rollouts, di
     distinct = {prompt.uid: prompt for prompt in prompts}
     counts = Counter(prompt.uid for prompt in prompts)
     rows = engine.rollout([distinct[uid] for uid, count in counts.items() for _ in range(count - count // 2)])
-    # If the number of answers is odd, no answer is derived from the last sampled one.
+    # If the number of answers is odd, the last sampled one remains without a derived answer.
     return rows, {
         uid: [row for row in rows if row.prompt.uid == uid][: count // 2] for uid, count in counts.items()
     }

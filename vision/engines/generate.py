@@ -88,7 +88,7 @@ class Generate:
             raise ConfigError(
                 "`confidence_top_k` of 1 would be higher where the model is less sure; set 2 or more, or 0"
             )
-        self.more_ends: list[int] = []  # tokens that end an answer besides those of the encoder
+        self.more_ends: list[int] = []  # further end tokens
         self.stops = StopStrings(self.stop_strings, self.policy.prompt_encoder)
         self.rollout_policy: TokenPolicy = self.policy
         if self.transform:
@@ -99,11 +99,11 @@ class Generate:
         return self.decode(prompts)
 
     def reader(self, prompts: Sequence[EncodedPrompt]) -> CachedReader:
-        """Make a reader with one row per prompt, using the engine's model and cache."""
+        """Create a reader with one row per prompt, using the engine's model and cache."""
         return CachedReader(self.rollout_policy, prompts, self.cache)
 
     def turns(self) -> Turns:
-        """Make the object that creates a reader per turn, using the engine's model and cache."""
+        """Return a factory of readers for conversation turns, using the engine's model and cache."""
         return Turns(self.rollout_policy, self.cache)
 
     def converse(self) -> GeneratedTurns:
@@ -126,7 +126,7 @@ class Generate:
         rows = []
         for prompt in prompts:
             index = next(counters[prompt.uid])
-            # One random number per token and row, so that answers do not depend on the batch or other rows.
+            # Draw a random number per token and row, so that answers do not depend on the batch.
             generator = self.stream.generator(prompt.uid, index)
             uniform = torch.rand(self.max_completion_length, generator=generator)
             encoded = self.policy.prompt_encoder.encode(prompt)

@@ -120,7 +120,7 @@ class GenerateImages:
         )
         sampler.more_ends = [self.writer.begin]
         texts = self._texts(sampler, rows) if self.max_text_length else [None] * len(rows)
-        begun: dict[int, EncodedPrompt] = {}  # rows without a text share their prompt
+        begun: dict[int, EncodedPrompt] = {}  # prompts with begin-of-image, if there are no texts
         requests = []
         for row, text in zip(rows, texts, strict=True):
             if text is not None:
@@ -134,7 +134,7 @@ class GenerateImages:
         return tuple(map(self._finish, rows, texts, images))
 
     def _texts(self, sampler: Generate, rows: Sequence[_Row]) -> list[dict[str, Tensor] | None]:
-        """Sample the texts; return their notes, with a begin-of-image token at the end of each."""
+        """Sample the texts; return their per-token values, ending with a begin-of-image token."""
         asked = [
             GenerationRequest(row.prompt, row.index, row.encoded, row.uniform[: self.max_text_length])
             for row in rows
@@ -142,7 +142,7 @@ class GenerateImages:
         return [self._begun(row.notes) for row in sampler.answer(asked)]
 
     def _begun(self, notes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Append a begin-of-image token to the notes of a text that does not end with one."""
+        """Append a begin-of-image token to a text's per-token values, unless it ends with one."""
         missing = int(notes["token"][-1]) != self.writer.begin
         added = {"token": torch.tensor([self.writer.begin] * missing, dtype=torch.int64)}
         zero = torch.zeros(int(missing))
@@ -152,7 +152,7 @@ class GenerateImages:
         return text | {"chosen": torch.arange(len(text["token"])) < len(notes["token"])}
 
     def _begin(self, rows: Sequence[_Row]) -> ImageReader:
-        """Make the reader that computes the logits for a batch of images."""
+        """Create the reader that computes the logits for a batch of images."""
         second = None
         if self.policy.guidance_scale != 1:
             negative = self.writer.unconditional(self.policy.negative_prompt)
@@ -209,7 +209,7 @@ class ImageReader:
     ) -> None:
         self.readers, self.scale = [reader, *([second] if second else [])], scale
         for one in self.readers:
-            one.forbidden = one.forbidden[:0]  # the layout decides
+            one.forbidden = one.forbidden[:0]  # allow all: the layout restricts tokens
         device = reader.prefix.last.device
         self.ids, self.time = ids.to(device), 0
         self.layouts = torch.nn.utils.rnn.pad_sequence(list(layouts), batch_first=True).to(device)

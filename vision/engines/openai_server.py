@@ -108,7 +108,7 @@ class OpenaiServer(ServedEngine):
     def _written(self) -> Weights:
         if _learned(self.recipe.policy) in self.server_class().takes:
             return super()._written()
-        self.make_folder()  # only for lock files, not for weights
+        self.make_folder()  # for lock files only
         return Weights(self.folder, self.writer.version(), False)
 
     def request(

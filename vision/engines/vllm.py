@@ -141,7 +141,7 @@ class Vllm(ServedEngine):
         return grow_on_servers(self, branches, self.temperature if temperature is None else temperature)
 
     def first_words(self, prompts: Sequence[Prompt], words: Sequence[Sequence[str]]) -> list[list[float]]:
-        """Get the probabilities of first words from the servers; see `Generate.first_words`."""
+        """Request the probabilities of first words from the servers; see `Generate.first_words`."""
         tokens = first_tokens(self.policy.prompt_encoder.tokenizer, words)
         if not prompts:
             return []
@@ -190,7 +190,7 @@ class Vllm(ServedEngine):
         *,
         prompt: Prompt | None = None,
     ) -> dict[str, Any]:
-        """Make the request for `n` answers of at most `most` tokens to an encoded prompt."""
+        """Create the request for `n` answers of at most `most` tokens to an encoded prompt."""
         request = request_of(
             self.policy.prompt_encoder,
             encoded,
@@ -203,7 +203,7 @@ class Vllm(ServedEngine):
         return without_pruned(request, encoded, self.video_pruning_rate)
 
     def undistorted(self, group: Group) -> dict[str, Any]:
-        """Make a request for the first (up to 16) tokens of one answer, without top-p, top-k, min-p."""
+        """Create a request for the first (up to 16) tokens of one answer, without top-p, top-k, min-p."""
         settings = {**group.request["sampling_params"], "top_p": 1.0, "top_k": 0, "min_p": 0.0, "n": 1}
         settings["max_tokens"] = min(16, settings["max_tokens"])
         return {**group.request, "sampling_params": settings}

@@ -86,7 +86,7 @@ class WithEnvironments(WithTools):
         self.read_calls = parser_of(self.policy.prompt_encoder, tuple(schemas), self.parse)
 
     def begin(self, entries: Sequence[tuple[Prompt, int]]) -> list[Conversation]:
-        """Make and reset an environment for every conversation; append the observation to its prompt."""
+        """Create and reset an environment for every conversation; append the observation to its prompt."""
         serial = Owner()
         shown: dict[tuple, Part] = {}  # keyed by content, so that equal images are encoded once
         episodes, calls = [], []
@@ -108,7 +108,7 @@ class WithEnvironments(WithTools):
         return talks
 
     def end(self, talks: Sequence[Played]) -> Rollouts:
-        """Call `get_reward` of the environments, and make the rows of the conversations."""
+        """Call `get_reward` of the environments, and create the rows of the conversations."""
         scored = [talk for talk in talks if talk.episode.kind.scores and not talk.episode.lost]
         for talk, answer in zip(scored, self._run([talk.episode.ask() for talk in scored]), strict=True):
             if not answer.fault:
@@ -118,7 +118,7 @@ class WithEnvironments(WithTools):
         return super().end(talks)
 
     def _reply(self, talks: Sequence[Played], last: bool) -> None:
-        """Run all calls as `vision.with_tools` does; then ask environments for the reward of the turn."""
+        """Run all calls as `vision.with_tools` does; then call `get_turn_reward` of the environments."""
         super()._reply(talks, last)
         acted = [
             talk for talk in talks if not last and talk.episode.kind.scores_turns and not talk.episode.lost
@@ -154,7 +154,7 @@ class WithEnvironments(WithTools):
 
 
 def _broken(episode: Episode, method: str, prompt: Prompt, answer: Answer) -> ToolFault:
-    """Make the `ToolFault` for a failed `reset` or `get_reward`."""
+    """Create the `ToolFault` for a failed `reset` or `get_reward`."""
     where = f"`{method}` of the environment '{episode.kind.name}' failed for prompt '{prompt.uid}'"
     fault = ToolFault(f"{where}: {answer.fault}")
     fault.__cause__ = answer.cause

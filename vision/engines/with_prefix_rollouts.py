@@ -84,7 +84,7 @@ class WithPrefixRollouts:
     probe_temperature: NonNegativeFloat | None = None
     score_target: bool = False
     batch_size: NonNegativeInt = 0
-    policy: Any = None  # option: makes another model's policy; later: the wrapped engine's policy
+    policy: Any = None  # at first the option, then the wrapped engine's policy
     notes: ClassVar[frozenset[str]] = frozenset()
 
     @staticmethod
@@ -117,7 +117,7 @@ class WithPrefixRollouts:
         for number, row in enumerate(rows):
             uid = row.prompt.uid
             if ends := self.cuts(row):
-                key = (uid, counts[uid])  # so that random numbers do not depend on other rows
+                key = (uid, counts[uid])  # random numbers independent of other rows
                 if self._chosen(key):
                     probes += self._probes(number, row, ends, key, targets.get(uid), first=len(probes))
                 else:
@@ -141,13 +141,13 @@ class WithPrefixRollouts:
         return float(number) < self.share  # always true if `share` is 1
 
     def _bare(self, row: Trajectory, end: int) -> Outcome:
-        """Make the outcome of a prefix without a completion."""
+        """Create the outcome of a prefix without a completion."""
         ids = row.steps.ids[:end]
         text, tokens = self.policy.prompt_encoder.text(ids), tuple(ids.tolist())
         return Outcome(text=text, end=end, tags={BARE: "yes"}, tokens=tokens)
 
     def _prover(self, model: Any) -> Generate:
-        """Make an engine that completes prefixes with another model, and the wrapped engine's settings."""
+        """Create an engine that completes prefixes with another model, with the wrapped engine's settings."""
         if not isinstance(self.engine, Generate):
             raise ConfigError("another `policy` of `vision.with_prefix_rollouts` needs `vision.generate`")
         model.check_steps_of(self.engine.policy)
@@ -185,9 +185,9 @@ class WithPrefixRollouts:
         target: Tensor | None,
         first: int,
     ) -> list[Probe]:
-        """Make the branches that complete an answer's prefixes; `key` seeds them, `first`: first index."""
+        """Create the branches that complete an answer's prefixes; `key` seeds them, `first`: first index."""
         prompt, opener, nothing = row.steps.prompt, self._tokenized(self.opener), torch.zeros(0)
-        # The first branch is the answer itself up to the last cut, without sampling.
+        # The first branch replays the answer up to the last cut, without sampling.
         probes = [
             Probe(
                 number, ends[-1], "answer", Branch(prompt, nothing, row.steps.ids[: ends[-1]], scored=False)
@@ -206,7 +206,7 @@ class WithPrefixRollouts:
         return probes
 
     def _outcomes(self, pairs: Sequence[tuple[Probe, Grown]]) -> list[Outcome]:
-        """Make the outcomes of an answer's prefixes from the finished branches (`pairs`)."""
+        """Create the outcomes of an answer's prefixes from the finished branches (`pairs`)."""
         opener, text = len(self._tokenized(self.opener)), self.policy.prompt_encoder.text
         recorded = {
             probe.end: target_scores(grown.logp[probe.end + opener :])
@@ -218,7 +218,7 @@ class WithPrefixRollouts:
             if probe.kind == "answer" or (probe.kind == "target" and self.num_probes):
                 continue
             likelihood = recorded.get(probe.end, {})
-            if probe.kind == "target":  # no completions: the outcome is the prefix alone
+            if probe.kind == "target":  # scored prefix, not completed
                 ids = grown.ids[: probe.end]
             else:
                 ids = grown.ids

@@ -91,7 +91,7 @@ class WithTools:
     score_target: bool = False
     opener: str = ""
     notes: ClassVar[frozenset[str]] = frozenset()
-    needs_tool: ClassVar[bool] = True  # False in engines whose conversations have their own tools
+    needs_tool: ClassVar[bool] = True  # False if conversations bring their own tools
     parse: ClassVar[Callable[[str], list[Call | CallError]]] = staticmethod(parse_calls)  # parser of calls
 
     def __post_init__(self) -> None:
@@ -134,7 +134,7 @@ class WithTools:
         ]
 
     def end(self, talks: Sequence[Conversation]) -> Rollouts:
-        """Make the rows of finished conversations: the last row of each, in order, then earlier rows."""
+        """Create the rows of finished conversations: the last row of each, in order, then earlier rows."""
         if self.score_target and self.stream.purpose == "train":
             self._score_targets(talks)
         rows = [[self._row(part) for part in talk.rows(self.only_n_most_recent_images)] for talk in talks]
@@ -175,7 +175,7 @@ class WithTools:
         """Sample one turn of every conversation; end conversations whose turn has no tool call."""
         requests = []
         for talk in talks:
-            # The first turn has the random numbers of `vision.generate`, whatever other conversations do.
+            # Key random numbers by turn; the first turn has those of `vision.generate`.
             key = ("turn", turn) if turn else ()
             generator = self.stream.generator(talk.prompt.uid, talk.index, *key)
             left = self.max_completion_length - talk.length, self.context - len(talk.read.ids)
@@ -202,7 +202,7 @@ class WithTools:
             for talk in talks:
                 talk.finish = "turns"
             return
-        # Start calls that have not started, because an engine may ignore `on_stop`.
+        # Start the calls not started yet: an engine may ignore `on_stop`.
         begun = [talk.collect or self._begin_calls(talk, talk.outcomes[-1].text or "") for talk in talks]
         answered = [collect() for collect in begun]
         for talk, replies in zip(talks, answered, strict=True):
@@ -231,7 +231,7 @@ class WithTools:
         encoder, most = self.policy.prompt_encoder, self.only_n_most_recent_images
         try:
             reads = talk.extended(encoder, observed, most)
-        except ValueError:  # the model cannot read an image: try each reply by itself
+        except ValueError:  # an unreadable image: try each reply alone
             for place, (tool, _) in enumerate(replies):
                 try:
                     talk.extended(encoder, [observed[place]], most)
@@ -248,7 +248,7 @@ class WithTools:
             talk.go_on(reads, observed)
 
     def _shows_fault(self, talk: Conversation, tool: Tool, answer: Answer) -> bool:
-        """Return whether to show a tool's error to the model; otherwise end the conversation, or raise."""
+        """Whether to show a tool's error to the model; otherwise end the conversation, or raise."""
         if tool.on_error == "raise":
             raise ToolFault(
                 f"the tool '{tool.name}' failed for prompt '{talk.prompt.uid}': {answer.fault}. Mend it, or "
@@ -275,11 +275,11 @@ class WithTools:
             recorded |= target_scores(grown.logp[len(opener) :])
 
     def _row(self, talk: Conversation) -> Trajectory:
-        """Make the training row of a conversation or of a part of it; the steps are the sampled tokens."""
+        """Create the training row of a conversation or of a part of it; the steps are the sampled tokens."""
         steps = TokenRow.of_turns(talk.turns, talk.temperature)
         ends = torch.tensor([len(ids) for _, ids in talk.turns]).cumsum(0).tolist()
         tags = {"finish": CALL}
-        if len(talk.begins) > 1:  # a tag that is unique in a training step
+        if len(talk.begins) > 1:  # unique in a training step
             tags[EPISODE] = f"{talk.prompt.uid}/{self.stream.round}/{talk.index}"
         outcomes = [
             replace(outcome, end=end, tags={TURN: str(turn), **tags})

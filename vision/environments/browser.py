@@ -16,7 +16,7 @@ from mmrl.vision.environments.chromium import SCROLL, chromium, fields_of, find_
 
 MAX_TYPED = 200  # most characters of one `type`
 MAX_SCROLL = 10_000  # most pixels of one `scroll`
-# Keys that a model may press, alone or together, and what Playwright calls them.
+# Keys that a model may press, with Playwright's names.
 KEYS = {
     "enter": "Enter", "return": "Enter", "tab": "Tab", "space": "Space", "backspace": "Backspace",
     "delete": "Delete", "escape": "Escape", "esc": "Escape", "up": "ArrowUp", "down": "ArrowDown",
@@ -106,7 +106,7 @@ class Browser:
         if step:
             try:
                 shot = self.chromium.run(self._act(*step))
-            except Exception as failure:  # not the model's fault: `get_reward` raises it
+            except Exception as failure:  # not the model's fault: raised by `get_reward`
                 self.failure = failure
                 raise
         self.over = shot is None
@@ -121,10 +121,10 @@ class Browser:
         return self.task.reward(self.state)
 
     async def _act(self, method: str, *arguments: Any) -> bytes | None:
-        """Make an input; return the screenshot after it, or None if it has ended the task."""
+        """Perform an input; return the screenshot after it, or None if the task has ended."""
         if self.page is None:
             self.page = await self.chromium.open(self.task.html, self.size)
-            # Of an environment that was dropped before its end.
+            # Close the page of an environment that was dropped before its end.
             self._close = weakref.finalize(self, self.chromium.close, self.page)
             self._close.atexit = False
         await attrgetter(method)(self.page)(*arguments)
@@ -133,15 +133,15 @@ class Browser:
 
 
 def as_input(action: Action, given: Mapping[str, Any], size: int, reach: int) -> Input | None:
-    """Return the input of an action as a method of Playwright's page and its arguments.
+    """Convert an action to a method of Playwright's page and its arguments.
 
-    Returns None for `terminate`. Raises ValueError, for the model to read, if the action cannot be made.
+    Returns None for `terminate`. Raises ValueError, whose message the model reads, for an invalid action.
 
     Args:
         action: The action.
         given: Its arguments by name, without those that are None.
         size: Width and height of the page in pixels.
-        reach: Coordinate of the right and of the lower edge.
+        reach: Coordinates of the right and the lower edge.
     """
     if given.keys() != {TAKES[action]}:
         raise ValueError(f"{action} takes `{TAKES[action]}`, not {', '.join(given) or 'nothing'}")

@@ -23,19 +23,19 @@ WORDS = (
     "Apple", "Bread", "Cheese", "Dates", "Eggs", "Figs", "Grapes", "Honey",
     "Jam", "Lemon", "Milk", "Nuts", "Olives", "Pears", "Rice", "Tea",
 )  # fmt: skip
-END = "end"  # name of the fields that end a task once one of them is chosen
+END = "end"  # name of fields whose choice ends the task
 State = dict[str, list[str]]  # the chosen or written values of the fields of a page, by name
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of task: its goal with a slot for what is named, and the choices on the page.
+    """A kind of task: template of its goal, and the choices on the page.
 
     Args:
         goal: The instruction; `{}` is replaced by the wanted choices.
-        choices: What the page may show.
+        choices: Texts of the possible choices.
         shown: Number of choices on a page.
-        wanted: Number of choices that are named.
+        wanted: Number of choices that the goal names.
     """
 
     goal: str
@@ -62,7 +62,7 @@ class Task:
     Args:
         goal: The instruction.
         html: The page, without scripts and without references to other files.
-        target: The fields of the page as they are after the task was done.
+        target: The values of the page's fields once the task is solved.
     """
 
     goal: str
@@ -75,10 +75,10 @@ class Task:
 
 
 def make_task(name: TaskName, seed: int | None, cells: int = 3) -> Task:
-    """Draw a task; equal arguments give an equal page. Choices to click lie on a grid of `cells` squared."""
+    """Draw a task from a seed, reproducibly. Choices lie on a grid of `cells` squared."""
     kind, draw = KINDS[name], random.Random(seed)
     shown = draw.sample(kind.choices, kind.shown)
-    # Of a list that is scrolled only the later half is named: no page shows it at first.
+    # In scrollable lists the goal names only the later half, which is not visible at first.
     places = range(kind.shown // 2 if name == "scroll_list" else 0, kind.shown)
     wanted = [shown[place] for place in sorted(draw.sample(places, kind.wanted))]
     grid = draw.sample(range(cells * cells), kind.shown) if name.startswith("click") else []

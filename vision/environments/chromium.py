@@ -18,12 +18,12 @@ SWITCHES = (
     "--headless", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND",
 )  # fmt: skip
-ADDRESS = "http://task.invalid/"  # the only address that is answered, from memory
+ADDRESS = "http://task.invalid/"  # the only URL that is served (from memory)
 LIMIT = 30.0  # seconds for one action, with its screenshot
-CONCURRENT = 8  # most pages that are worked on at a time
-KEPT = 256  # first screenshots that are remembered
+CONCURRENT = 8  # most concurrent pages
+KEPT = 256  # cached first screenshots
 
-# The scripts that are run: constants, to which data come as arguments.
+# JavaScript that is run on pages: constants that get data as arguments.
 READ_FIELDS = """() => {
   const state = {};
   for (const field of document.querySelectorAll("input, select")) {
@@ -38,7 +38,7 @@ SCROLL = "pixels => window.scrollBy(0, pixels)"
 def find_chromium(executable: str = "", **others: Any) -> str:
     """Return the path of Chromium: `executable`, a path or a name on PATH, or the first of `EXECUTABLES`.
 
-    Raises ConfigError if there is none. Other options of the environment have no effect.
+    Raises ConfigError if there is none. `others`, the environment's other options, are ignored.
     """
     for name in (executable,) if executable else EXECUTABLES:
         if path := shutil.which(name):
@@ -94,7 +94,7 @@ class Chromium:
         return page
 
     async def first(self, html: str, size: int) -> bytes:
-        """Return the screenshot of a page as it opens (PNG); equal pages are opened once."""
+        """Return the screenshot of a page right after opening (PNG), cached for equal pages."""
         key = html, size
         if key not in self.firsts:
             if len(self.firsts) >= KEPT:
@@ -126,7 +126,7 @@ class Chromium:
                 self.browser = await self.driver.chromium.launch(
                     executable_path=self.executable,
                     args=SWITCHES,
-                    chromium_sandbox=os.geteuid() != 0,  # root cannot have it
+                    chromium_sandbox=os.geteuid() != 0,  # unavailable to root
                 )
         return self.browser
 

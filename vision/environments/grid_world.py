@@ -49,7 +49,7 @@ class GridWorld:
         return float(self.agent == self.goal)
 
     def get_turn_reward(self) -> float:
-        """Return 1 if the dot is nearer to the green square than after the turn before, else 0."""
+        """Return 1 if the turn brought the dot nearer to the green square, else 0."""
         before, self.before = self.before, self._distance()
         return float(self.before < before)
 

@@ -1,4 +1,4 @@
-"""A planner that gives parts of a task to sub-agents, reads their replies, and answers."""
+"""Game of a planner that delegates subtasks to sub-agents, reads their replies, and answers."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Delegated:
     """State of a conversation between a planner and its sub-agents."""
 
     prompt: Prompt
-    name: str = ""  # of the game, among all games about the prompt
+    name: str = ""  # name of the game, unique for its prompt
     part: str = PLAN  # kind of the next turn; empty at the end
     tasks: tuple[str, ...] = ()  # tasks of the current plan
     replies: tuple[tuple[str, str], ...] = ()  # (task, reply) in order
-    rounds: int = 0  # times that the sub-agents were asked so far
+    rounds: int = 0  # rounds of sub-agents so far
     planned: str = ""  # name of the turn that made the current plan
-    worth: tuple[float | None, ...] = ()  # of every turn so far, the share of new tasks in a plan
+    worth: tuple[float | None, ...] = ()  # reward per turn: fraction of new tasks in a plan
 
 
 @game(sets_tags={"role", "part", "node", "parent"})
@@ -90,7 +90,7 @@ class Delegation(Game):
         self.template = TextTemplate(template, known, {"task", "replies"}, "the game vision.delegation")
 
     def begin(self, prompt: Prompt, generator: Generator) -> Delegated:
-        """Return the state before the first plan; its random name makes nodes of several games differ."""
+        """Return the initial state, with a random name that keeps `node` names of games apart."""
         return Delegated(prompt, f"{int(torch.randint(1 << 62, (), generator=generator)):x}")
 
     def acting(self, state: Delegated) -> Sequence[str]:
@@ -150,7 +150,7 @@ class Delegation(Game):
         return {}
 
     def record(self, state: Delegated, turns: Sequence[Turn]) -> Sequence[Mapping[str, float]]:
-        """Return with every plan the share of its tasks that are new."""
+        """Return the fraction of new tasks in every plan."""
         return [{} if worth is None else {"turn_reward": worth} for worth in state.worth]
 
 
@@ -160,5 +160,5 @@ def number_of(player: str) -> int:
 
 
 def turned(state: Delegated, worth: float | None, **changes: Any) -> Delegated:
-    """Return the state after one more turn of that worth, with other changes."""
+    """Return the state after one more turn with the reward `worth`, and with `changes`."""
     return replace(state, worth=(*state.worth, worth), **changes)

@@ -1,4 +1,4 @@
-"""A negotiation of two players who divide images without a common numbering."""
+"""Game: two players who number the same images differently negotiate how to divide them."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Deal:
     images: tuple[Media, ...]
     orders: tuple[tuple[int, ...], ...]  # per player, the images in the order in which the player sees them
     values: tuple[tuple[int, ...], ...]  # per player, the value of every image
-    moves: tuple[tuple[str, frozenset[int]], ...] = ()  # public words and claimed images, turn after turn
+    moves: tuple[tuple[str, frozenset[int]], ...] = ()  # (public text, claimed images) of every turn
 
     def earned(self, turn: int) -> float:
-        """Return what the player of a turn earned in its round: a share of all values, from 0 to 1."""
+        """Return the earnings of a turn's player in its round, as a fraction of the player's total value."""
         alone, values = self.moves[turn][1] - self.moves[turn ^ 1][1], self.values[turn % 2]
         return sum(values[image] for image in alone) / sum(values)
 
@@ -130,7 +130,7 @@ class Negotiation(Game):
         return {player: sum(paid[number::2]) for number, player in enumerate(PLAYERS)}
 
     def record(self, state: Deal, turns: Sequence[Turn]) -> Sequence[Mapping[str, float]]:
-        """Return what every turn earned in its round."""
+        """Return the payoff of every turn."""
         return [{PAYOFF: self._paid(state, turn)} for turn in range(len(turns))]
 
     def _paid(self, state: Deal, turn: int) -> float:

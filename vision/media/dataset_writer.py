@@ -72,7 +72,7 @@ class MediaWriter:
 
     def put(self, ref: MediaRef) -> str:
         """Copy a referenced file, or write the bytes in a row; return the path relative to the dataset."""
-        # Many rows of a dataset may contain the same image, so bytes are identified by their hash.
+        # Identify bytes by their hash, because many rows may contain the same image.
         key = hashlib.sha256(ref.data).hexdigest() if ref.data else ref
         if key in self.written:
             return self.written[key]
@@ -104,7 +104,7 @@ def readable_rows(
     """
     path = Path(source)
     media = MediaRoot.of_rows(path, root, cache_bytes=0)  # no cache: every file is copied once
-    # Ids of the hub are `name` or `owner/name`.
+    # Matches hub ids: `name` or `owner/name`.
     local = path.exists() or path.suffix in FORMS or path.is_absolute() or len(path.parts) > 2
 
     def readable() -> Iterator[DataRow]:

@@ -48,7 +48,7 @@ class FrameFolder:
         return Frames(torch.stack(images), torch.tensor(times, dtype=torch.float64), duration)
 
     def _image(self, name: str, count: int) -> torch.Tensor:
-        """Read an image as (3, height, width) uint8, shrunk to the limits of a video of `count` frames."""
+        """Read an image as (3, height, width) uint8, within the pixel limits of a video of `count` frames."""
         import numpy
 
         path = self.media.locate(name)

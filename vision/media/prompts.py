@@ -24,7 +24,7 @@ log = logging.getLogger("mmrl")
 
 
 def ask(uid: str, media: Sequence[Media], question: str, target: Any, columns: Mapping[str, Any]) -> Prompt:
-    """Make a prompt of one user message with media and a question."""
+    """Create a prompt of one user message with media and a question."""
     message = Message("user", (*(Part(media=medium) for medium in media), Part(question)))
     return Prompt(uid, (message,), target, columns=columns)
 
@@ -45,7 +45,7 @@ def with_answers(prompts: Sequence[Prompt], answers: Mapping[str, str], source: 
 
 
 def root_of(root: str, answers: str, what: str) -> MediaRoot:
-    """Make a `MediaRoot` of the folder `root`; raise ValueError if `root` and `answers` are both empty."""
+    """Create the `MediaRoot` of a folder; raise ValueError if `root` and `answers` are both empty."""
     if not root and not answers:
         raise ValueError(f"{what}: name the folder of the images (`root`), or recorded `answers`")
     return MediaRoot(Path(root))
@@ -67,7 +67,7 @@ def answers_of(columns: Mapping[str, Any]) -> str | tuple[str, ...]:
 
 
 def _contested(choices: Any) -> list[int]:
-    """List the indices that are also the text of another choice; such a number counts as an index."""
+    """List the choice indices that are also the text of another choice; such a number counts as an index."""
     texts = choices if isinstance(choices, list) and all(type(choice) is str for choice in choices) else []
     return [
         place for place in range(min(len(texts), 26)) if str(place) in texts and texts[place] != str(place)
@@ -132,19 +132,19 @@ def random_crop(frames: Frames, generator: torch.Generator, scale: tuple[float, 
     """
     height, width = frames.pixels.shape[-2:]
 
-    # torchvision uses the global random generator, so its crop would not be reproducible.
+    # Not torchvision's crop, which uses the global random generator.
     def between(low: float, high: float) -> float:
         return low + (high - low) * float(torch.rand((), generator=generator, dtype=torch.float64))
 
     for _ in range(TRIES):
         area = height * width * between(scale[0], scale[1])
-        aspect = math.exp(between(math.log(3 / 4), math.log(4 / 3)))  # log-uniform: as often wide as tall
+        aspect = math.exp(between(math.log(3 / 4), math.log(4 / 3)))  # log-uniform
         wide, tall = max(1, round(math.sqrt(area * aspect))), max(1, round(math.sqrt(area / aspect)))
         if wide <= width and tall <= height:
             top, left = int(between(0, height - tall + 1)), int(between(0, width - wide + 1))
             break
     else:
-        # No box fitted: use the largest square of the allowed area, in the middle.
+        # No box fitted: use the largest allowed square in the middle.
         wide = tall = max(1, min(height, width, round(math.sqrt(height * width * scale[1]))))
         top, left = (height - tall) // 2, (width - wide) // 2
     part = frames.pixels[..., top : top + tall, left : left + wide].float()

@@ -18,10 +18,10 @@ def read_subtitles(path: Path) -> list[tuple[float, float, str]]:
     """Read (start, end, text) of every subtitle of a file, in seconds; raises `RowError` without any."""
     parts = TIMES.split(read_text_file(path).replace("\r\n", "\n"))
     subtitles = []
-    for at in range(1, len(parts), 9):  # eight groups of the times, and the text after them
+    for at in range(1, len(parts), 9):  # 8 groups of times, 1 text
         hours = [int(value) for value in parts[at : at + 8]]
         start, end = (h * 3600 + m * 60 + s + int(ms) / 1000 for h, m, s, ms in (hours[:4], hours[4:]))
-        words = MARKUP.sub("", parts[at + 8].split("\n\n")[0])  # after a blank line, the next number follows
+        words = MARKUP.sub("", parts[at + 8].split("\n\n")[0])  # up to the blank line
         subtitles.append((start, end, " ".join(words.split())))
     if not subtitles:
         raise RowError(f"'{path}' holds no subtitles; wanted SubRip (.srt)")

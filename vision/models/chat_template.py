@@ -22,7 +22,7 @@ Tools = tuple[Mapping[str, Any], ...]  # JSON schemas of functions
 Content = str | list[dict[str, Any]]
 # Formats of message contents: a block per part, blocks with adjacent texts merged, or one text.
 BLOCKS, MERGED, TEXT = "blocks", "merged", "text"
-# Exceptions that templates raise for messages that they do not support.
+# Exceptions that templates raise for unsupported messages.
 REFUSED = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 FIRST, SECOND = "qzfirstzq", "qzsecondzq"  # probe texts, to test whether a template renders both texts
 
@@ -41,8 +41,8 @@ class Ends:
     """The tokens that end an answer."""
 
     tokens: list[int]  # end tokens: from the template first, the EOS token last
-    before: list[int] = field(default_factory=list)  # tokens after an answer, up to its end token
-    closes: bool = False  # whether the last turn is ended, too; GLM ends a turn only when another follows
+    before: list[int] = field(default_factory=list)  # template tokens between answer and end token
+    closes: bool = False  # whether the last turn is ended, too (not by GLM)
 
 
 class ChatTemplate:
@@ -72,7 +72,7 @@ class ChatTemplate:
 
     @property
     def _texts(self) -> list[Any]:
-        """Current template texts of processor and tokenizer, which a program may replace."""
+        """Current template texts of processor and tokenizer (a user may replace them)."""
         return [getattr(part, "chat_template", None) for part in (self.processor, self.tokenizer)]
 
     def render(
@@ -96,7 +96,7 @@ class ChatTemplate:
 
     def formed(self, messages: Sequence[Mapping[str, Any]], tools: Tools = ()) -> list[dict[str, Any]]:
         """Convert message contents and tool calls to a supported format; add missing ids of calls."""
-        formed, open_calls = [], list[str]()  # ids of calls without a reply
+        formed, open_calls = [], list[str]()  # tool calls without a reply, by id
         for message in messages:
             content = self._content(message["role"], message.get("content") or [], tools)
             formed.append(one := {**message, "content": content})
@@ -108,7 +108,7 @@ class ChatTemplate:
         return formed
 
     def reads(self, role: str, tools: Tools = ()) -> Read:
-        """Return the formats and media that the template supports in messages of a role."""
+        """Return the content formats and media kinds that the template supports for a role."""
         key = json.dumps([role, tools, self._texts])
         if key not in self._read:
             self._read[key] = self._probe(role, tools)
@@ -155,7 +155,7 @@ class ChatTemplate:
         last = self.render(_turn(marker), answers=False).rpartition(marker)[2]
         between = self.after_answer([user]).partition(SECOND)[0]
         closing, before, eos = self._leading(last), self._leading(between), self.tokenizer.eos_token_id
-        if shared := commonprefix([closing, before]):  # Cohere ends a turn with two tokens
+        if shared := commonprefix([closing, before]):  # two end tokens, as in Cohere
             closing = before = shared[: shared.index(eos) + 1] if eos in shared else shared[:1]
         ends = closing[-1:] if shared else closing[:1] or before[:1]
         if not closing and before and self.reads("tool").forms:  # GLM: another token begins a tool reply
@@ -199,7 +199,7 @@ class ChatTemplate:
         read, kinds = self.reads(role, tools), {block["type"] for block in blocks} - {"text"}
         forms = [form for form in read.forms if form != TEXT or not kinds]
         if read.forms and self.processor.image_processor is None:
-            return _in_form(blocks, read.forms[0] if not kinds else BLOCKS)  # `TextProcessor` refuses media
+            return _in_form(blocks, read.forms[0] if not kinds else BLOCKS)  # media: refused later
         lost = kinds - read.media
         if not forms or lost:
             what = f"{' and '.join(sorted(lost))}s in messages" if lost else "messages"
@@ -212,7 +212,7 @@ class ChatTemplate:
 
     def _probe(self, role: str, tools: Tools) -> Read:
         """Find the content formats that a role supports, by rendering two probe texts in each format."""
-        # Models with media are trained on blocks, language models on texts.
+        # Prefer blocks for models with media, texts for language models, as in their training.
         order = (TEXT, BLOCKS, MERGED) if self.processor.image_processor is None else (BLOCKS, MERGED, TEXT)
         probes = [
             self._around({"role": role, "content": _in_form(_texts(FIRST, SECOND), form)}, tools)
@@ -303,7 +303,7 @@ class ChatTemplate:
                 text = self._apply([question, turn], tools, answers=False)
             except REFUSED:
                 continue
-            # Reject a printed Python dictionary, and JSON that is escaped inside a JSON text.
+            # Reject templates that print a Python dictionary, or escape JSON inside a JSON text.
             if FIRST in text and SECOND in text and not re.search(rf"'{FIRST}'|\\\"{FIRST}", text):
                 yield form
 
@@ -314,7 +314,7 @@ class ChatTemplate:
         )
 
     def _unused(self, messages: Sequence[Mapping[str, Any]], tools: Tools = ()) -> str:
-        """Make a marker word that occurs in no message, tool schema or template."""
+        """Create a marker word that occurs in no message, tool schema or template."""
         used = json.dumps([*messages, *tools, *self._texts], default=str)
         return next(word for number in count() if (word := f"qz{number}zq") not in used)
 
@@ -329,7 +329,7 @@ class Unreadable(ValueError):
 
 
 def _turn(words: str) -> list[dict[str, Any]]:
-    """Make two messages: a user question, and an assistant answer with the text `words`."""
+    """Create two messages: a user question, and an assistant answer with the text `words`."""
     return [{"role": role, "content": _texts(text)} for role, text in (("user", "x"), ("assistant", words))]
 
 

@@ -60,9 +60,9 @@ def load_classifier(source: str | Path, **options: Any) -> nn.Module:
 
 
 def load_backbone(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
-    """Load a language model, or a reward model as a language model with its input embeddings as output head.
+    """Load a language model; of a sequence classifier, the language model with a dummy output head.
 
-    The output head of a reward model is never used.
+    The dummy head is tied to the input embeddings and never used.
     """
     if placement().empty or not is_classifier(name):
         return loading.load_model(name, dtype=dtype, attn_implementation=attn_implementation)

@@ -13,7 +13,7 @@ from mmrl.vision.models.processor import EncodedPrompt, PromptEncoder
 
 
 class ConversationEncoder(PromptEncoder):
-    """Encodes a prompt and an answer with the chat template, without the beginning of a further answer.
+    """Encodes a prompt and its answer with the chat template, without a generation prompt at the end.
 
     The tokens are those of `processor.apply_chat_template(messages)` in transformers, which TRL's
     `RewardTrainer` reads too.

@@ -75,7 +75,7 @@ class FromConfig:
 
     @classmethod
     def from_config(cls: Any, config: Any, trust_remote_code: bool = False, **options: Any) -> Any:
-        """Make a model with random weights."""
+        """Create a model with random weights."""
         return cls._from_config(config, **options)
 
 
@@ -91,14 +91,14 @@ def split_images(media: Inputs) -> list[Inputs]:
 
 
 def per_image(each: Callable[[Any], int], axis: int = 0) -> Callable[[nn.Module, Inputs], dict[int, int]]:
-    """Make a function that counts `each(config)` features for every image or tile on `axis` of the pixels."""
+    """Create a counter of `each(config)` features per image or tile along `axis` of the pixel values."""
 
     def features(core: nn.Module, inputs: Inputs) -> dict[int, int]:
         if "pixel_values" not in inputs:
             return {}
         if "image_sizes" in inputs:  # a vision tower (Pixtral) that keeps image sizes
             patches = (inputs["image_sizes"] // core.config.vision_config.patch_size).prod(-1)
-            return {core.config.image_token_id: int(patches.sum())}  # sizes before padding
+            return {core.config.image_token_id: int(patches.sum())}  # patches of the unpadded sizes
         return {core.config.image_token_id: inputs["pixel_values"].shape[axis] * each(core.config)}
 
     return features

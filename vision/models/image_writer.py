@@ -1,4 +1,4 @@
-"""Images as tokens: how a family of models writes an image, and the codes of its VQ autoencoder."""
+"""Images as answer tokens: their token layout, and conversion to pixels by the VQ autoencoder."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from mmrl.config.loading import ConfigError
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.vision.models.processor import EncodedPrompt, PromptEncoder
 
-IMAGE = -1  # place of an image token in a layout
+IMAGE = -1  # marks an image token in a layout
 NOTHING = Prompt("", ())
 
 
 class ImageWriter:
-    """Layout, codes and pixels of the images of a model.
+    """Converts between images and the tokens with which a model writes them.
 
     Image tokens, and the control tokens inside an image, become placeholders of the prompt encoder, so that
     texts cannot contain these tokens.
@@ -32,7 +32,7 @@ class ImageWriter:
 
     @staticmethod
     def of(encoder: PromptEncoder) -> ImageWriter | None:
-        """Make the writer of a model; None if the model writes no images."""
+        """Create the writer of a model; None if the model writes no images."""
         return ImageWriter(encoder) if encoder.family.images else None
 
     def size(self, height: int, width: int, prompt: Prompt = NOTHING) -> tuple[int, int]:
@@ -49,11 +49,11 @@ class ImageWriter:
         return [*first, *([IMAGE] * columns + after_row) * rows, *last, self.encoder.end[0]]
 
     def unconditional(self, text: str) -> EncodedPrompt:
-        """Encode a negative prompt."""
+        """Encode a negative prompt for classifier-free guidance."""
         return self.encoder.encode(Prompt("negative prompt", (Message("user", (Part(text),)),)))
 
     def layout_of(self, height: int, width: int) -> Tensor:
-        """Return the layout (L,) of an image of a size in pixels."""
+        """Return the token layout (L,) of an image with this height and width in pixels."""
         side = self.rules.side(self.core.config)
         return torch.tensor(self.layout(height // side, width // side))
 
@@ -71,7 +71,7 @@ class ImageWriter:
         codes = codes[torch.searchsorted(ordered, tokens)].view(height // side, width // side)
         values = self.rules.decode(self.core, codes.to(device)).float().cpu()
         mean, std, scale = self._normalisation
-        # As in the image processors of transformers, which cut fractions off.
+        # Truncate fractions, as the image processors of transformers do.
         return ((values * std + mean) / scale).clamp(0, 255).to(torch.uint8)
 
     @torch.no_grad()
@@ -94,7 +94,7 @@ class ImageWriter:
             return ids, chosen
         self.encoder.check_answer(outcome.text)
         words = torch.tensor(self.encoder.plain.ids(outcome.text))
-        chosen[0] = True  # a text ends with begin-of-image
+        chosen[0] = True  # begin-of-image: sampled after a text
         return torch.cat([words, ids]), torch.cat([torch.ones_like(words, dtype=torch.bool), chosen])
 
     @property

@@ -28,7 +28,7 @@ XML tags:
 
 
 def listed_tools(encoder: Any, prompt: Prompt, tools: Tools = ()) -> tuple[Prompt, Tools]:
-    """Return a prompt and the tools that the chat template lists in it.
+    """Return a prompt (possibly with tools in its text), and the tools for the chat template to list.
 
     If the template supports no tools, the system prompt describes them in Qwen's words, recorded calls and
     replies are written in Qwen's form, and no tools are left. `tools` are the engine's; without them, the

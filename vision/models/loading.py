@@ -162,7 +162,7 @@ def check_class(config: Any) -> None:
 
 
 def _empty_model(maker: Any, config: Any, options: dict[str, Any]) -> nn.Module:
-    """Make a model on the meta device, with quantised layers if its checkpoint is quantised."""
+    """Create a model on the meta device, with quantised layers if its checkpoint is quantised."""
     from transformers.initialization import no_init_weights
 
     with making_weights(), no_init_weights():  # some initialisations fail on the meta device
@@ -200,7 +200,7 @@ def load_processor(name: str) -> Any:
     from transformers import AutoProcessor, AutoTokenizer
     from transformers.utils import cached_file
 
-    # Without these, `cached_file` raises for a missing file instead of returning None.
+    # With these options, `cached_file` returns None for a missing file instead of raising.
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     with _source("processor of", name) as source:
         config = model_config(source)
@@ -277,8 +277,8 @@ def add_adapter(
             f"there are {available}"
         )
     chosen = [name for name in linear if not layers or f".{name}".endswith(tuple(f".{x}" for x in layers))]
-    # One pattern for all block numbers keeps the config of a saved adapter short. A number at the end of a
-    # name is not generalised, because other entries of the same list may not be linear layers.
+    # Replace block numbers by a pattern, to keep the saved adapter's config short, except at the end of a
+    # name, because other entries of the same list may not be linear layers.
     pattern = "|".join(
         dict.fromkeys(re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) for name in chosen)
     )

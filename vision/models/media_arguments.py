@@ -37,10 +37,10 @@ def media_arguments(processor: Any, prompt: Prompt, pixels: Mapping[str, int]) -
 
 
 def image_arguments(processor: Any, images: Sequence[Frames], pixels: Mapping[str, int]) -> dict[str, Any]:
-    """Make the processor arguments for images; `pixels` are size limits, or empty."""
+    """Create the processor arguments for images; `pixels` are size limits, or empty."""
     check_images(processor)
     options = {"size": dict(pixels)} if pixels else {}
-    # Processors take a list of images for each text.
+    # One list of images per text.
     return {"images": [[frames.pixels[0] for frames in images]], "images_kwargs": options}
 
 
@@ -52,7 +52,7 @@ def check_images(processor: Any) -> None:
 
 
 def video_arguments(processor: Any, videos: Sequence[Frames], pixels: Mapping[str, int]) -> dict[str, Any]:
-    """Make the processor arguments for videos whose frames are already sampled, with frame times."""
+    """Create the processor arguments for videos whose frames are already sampled, with frame times."""
     from transformers.video_utils import VideoMetadata
 
     video_processor = getattr(processor, "video_processor", None)
@@ -61,7 +61,7 @@ def video_arguments(processor: Any, videos: Sequence[Frames], pixels: Mapping[st
     metadata = []
     for video in videos:
         times = video.times.tolist()
-        # Processors divide the covered time by the number of frames to get the seconds per frame.
+        # Set the number of frames so that the processor computes the right seconds per frame from it.
         covered = len(times) * (times[1] - times[0]) if len(times) > 1 else video.duration
         frames, ticks = [round(t * TICKS) for t in times], max(1, round(covered * TICKS))
         metadata.append(
@@ -69,7 +69,7 @@ def video_arguments(processor: Any, videos: Sequence[Frames], pixels: Mapping[st
         )
     options = {"video_metadata": metadata, "do_sample_frames": False, "return_metadata": True}
     options |= video_size_options(video_processor)
-    # A copy, because the processor of Ernie 4.5-VL draws the times on the frames it gets.
+    # Copy frames: the processor of Ernie 4.5-VL draws time stamps onto them in place.
     return {"videos": [video.pixels.clone() for video in videos], "videos_kwargs": options}
 
 
@@ -80,7 +80,7 @@ def about_short_videos(media: Mapping[str, Any]) -> str:
 
 
 def audio_arguments(processor: Any, sounds: Sequence[Sound], pixels: Mapping[str, int]) -> dict[str, Any]:
-    """Make the processor arguments for sounds, resampled to the rate that the processor expects."""
+    """Create the processor arguments for sounds, resampled to the rate that the processor expects."""
     extractor = extractor_of(processor)
     rate = extractor.sampling_rate
     samples = [resampled(sound, rate).numpy() for sound in sounds]
@@ -88,7 +88,7 @@ def audio_arguments(processor: Any, sounds: Sequence[Sound], pixels: Mapping[str
         check_seconds(processor, len(sound) / rate)
     options: dict[str, Any] = {"sampling_rate": rate}
     if hasattr(processor, "audio_seq_length") and not hasattr(processor, "audio_ms_per_token"):
-        # In Gemma 3n, all sounds have the same number of tokens, but features depend on the longest sound.
+        # Pad to a fixed length: Gemma 3n's features would depend on the longest sound of the prompt.
         options["padding"] = "max_length"
     return {"audio": samples, "audio_kwargs": options}
 
@@ -144,7 +144,7 @@ def with_tracks(
 
 
 def video_size_options(processor: Any) -> dict[str, Any]:
-    """Make the options that keep a video processor from enlarging frames.
+    """Return options that keep a video processor from enlarging frames.
 
     Qwen's video processor enlarges them by default, which would undo the pixel budget of the data.
     """

@@ -84,7 +84,7 @@ def _check_unlisted(config: Any, core: type[nn.Module]) -> None:
     if hasattr(core, "get_rope_index"):
         reads = ["positions of its own (`get_rope_index`)"]
     if reads:
-        # The families left out have positions 0, 1, 2, ... and read no token types.
+        # Name the families with other positions than 0, 1, 2, ..., or with token types.
         known = sorted(name for name, one in FAMILIES.items() if one.types or one.positions is not linear)
         raise ConfigError(
             f"a model of type '{config.model_type}' reads {' and '.join(reads)}, which is known of "
@@ -172,7 +172,7 @@ def check_same_tokens(tokenizer: Any, model: nn.Module, policy: Any) -> None:
             f"the model '{name}' is of type '{kinds[0]}' and the policy of type '{kinds[1]}', whose encoded "
             "images it reads; name a model of the same type"
         )
-    # Prompts that are too long for this model are rejected before answers are generated.
+    # Also reject prompts that are too long for this model, before answers are generated.
     limits = {num_positions(model.config), policy.prompt_encoder.limit} - {0}
     policy.prompt_encoder.limit = min(limits, default=0)
 
@@ -192,7 +192,7 @@ def types_argument(config: Any) -> str:
 
 
 def type_arguments(config: Any, ids: Tensor, after: Tensor | None = None) -> dict[str, Tensor]:
-    """Make the forward arguments with token types (N, S), if attention or experts depend on types.
+    """Return the forward arguments with token types (N, S), if attention or experts depend on them.
 
     `after` (N, S) is true for tokens after the prompt; None: all tokens belong to prompts.
     """

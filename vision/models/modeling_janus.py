@@ -1,4 +1,4 @@
-"""Janus with one vocabulary: image tokens follow those of texts, with their own embedding and head."""
+"""Janus with a joint vocabulary: text tokens, then image tokens, which have their own embedding and head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmrl.vision.models.family import FromConfig
 
 
 class JanusModel(transformers.JanusModel):
-    """Janus without its heads; a token id of at least the size of the text vocabulary is an image code."""
+    """Janus without its heads; token ids from the size of the text vocabulary on are image codes."""
 
     def forward(
         self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, **options: Any
@@ -29,7 +29,7 @@ class JanusModel(transformers.JanusModel):
 
 
 class JointHead(nn.Module):
-    """The head of texts and the head of images, side by side."""
+    """Output head that concatenates the logits of the text head and of the image head."""
 
     def __init__(self, texts: nn.Module, images: nn.Module) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class JanusForConditionalGeneration(FromConfig, transformers.JanusForConditional
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.model.__class__ = JanusModel
-        # As no submodule, it is not in checkpoints.
+        # Stored outside of `_modules`, so that checkpoints do not contain it.
         vars(self)["joint_head"] = JointHead(self.lm_head, self.model.generation_head)
 
     def get_output_embeddings(self) -> nn.Module:

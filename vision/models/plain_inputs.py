@@ -1,4 +1,4 @@
-"""Inputs made without the prompt encoder: those of `processor.apply_chat_template`, and dummy media."""
+"""Model inputs without the prompt encoder: from `processor.apply_chat_template`, and of dummy media."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plain_inputs(
         variables: Variables of the chat template.
     """
     begun = {"add_generation_prompt": True, **({"tools": list(tools)} if tools else {}), **(variables or {})}
-    if "load_audio_from_video" in media:  # `apply_chat_template` would decode the sound of videos itself
+    if "load_audio_from_video" in media:  # `apply_chat_template` decodes it by itself
         text = processor.apply_chat_template(list(messages), tokenize=False, **begun)
         return dict(processor(text=[text], return_tensors="pt", **media))
     given = {}  # media by kind, in order
@@ -62,9 +62,9 @@ def plain_inputs(
 
 
 class OtherTokens(ConfigError):
-    """Error: the tokens of a prompt differ from the tokens of `processor.apply_chat_template`."""
+    """Raised if the tokens of a prompt differ from those of `processor.apply_chat_template`."""
 
-    ends_run = True  # a fault of the model, not of a row that `bad_rows` could drop
+    ends_run = True  # an error of the model, not of a row that could be dropped
 
 
 def check_ids(prompt: Prompt, ids: Tensor, plain: Mapping[str, Any], tokenizer: Any) -> None:
@@ -89,7 +89,7 @@ def first_difference(ids: Tensor, plain: Tensor, tokenizer: Any) -> str:
 
 
 def blank_media(encoder: Any) -> dict[str, dict[str, Tensor]]:
-    """Make dummy media inputs: a black image for the vision tower, and a prompt with a silent sound.
+    """Create dummy media inputs: a black image for the vision tower, and a prompt with a silent sound.
 
     `encoder` is the `PromptEncoder` of the model. Returns inputs by kind; {} for a model of text.
     """
@@ -98,7 +98,7 @@ def blank_media(encoder: Any) -> dict[str, dict[str, Tensor]]:
         return {}
     black = torch.zeros(3, 56, 56, dtype=torch.uint8)  # gives 2 x 2 features in Qwen2-VL
     inputs = images(images=[black], return_tensors="pt")
-    # Leave out values that the model does not read, such as the numbers of tiles.
+    # Drop inputs that the model does not read, such as the numbers of tiles.
     names = filter(inputs.__contains__, images.model_input_names)
     blank = {"image": encoder.family.prepare({name: torch.as_tensor(inputs[name]) for name in names})}
     if encoder.family.sounds(encoder.core.config):

@@ -72,7 +72,7 @@ class PromptEncoder:
         variables: Variables of the chat template.
     """
 
-    answers = True  # whether the beginning of an answer follows the messages of a prompt
+    answers = True  # add the generation prompt after the messages
 
     def __init__(
         self,
@@ -93,22 +93,22 @@ class PromptEncoder:
                 )
             self.pixels = {**size, **pixels}
         media = media_ids(core.config)
-        # No answer may contain these tokens, because the model would expect media for them.
-        # Placeholders of Molmo2 and Kimi-K2.5 may lie outside the vocabulary of the output head.
+        # Tokens that answers must not contain, because the model would expect media for them.
+        # Placeholders of Molmo2 and Kimi-K2.5 may lie outside of the output head's vocabulary.
         self.placeholders = [token for token in media if token < core.config.get_text_config().vocab_size]
-        self.limit = num_positions(core.config)  # lowered if another model reads the same prompts
+        self.limit = num_positions(core.config)  # maximum tokens; other models may lower it
         self._answer_words = list(map(self.tokenizer.decode, media))
         self._words = self._media_words()
         self.plain = PlainText(self.tokenizer, self._words)
         self.template = ChatTemplate(processor, variables)
         self.ends = self.template.ends()
         self.end = self.ends.tokens
-        self._keys: dict[str, bool] = {}  # maps role and key of turns to whether the template reads the key
-        self._known: dict[str, bool] = {}  # maps template and tools to whether the prompt lists the tools
-        self._compared = set[Any]()  # structures of prompts that were compared with transformers
+        self._keys: dict[str, bool] = {}  # (role, key) -> does the template read the key
+        self._known: dict[str, bool] = {}  # (template, tools) -> are tools listed
+        self._compared = set[Any]()  # prompt structures compared so far
         self._encoded: ByteLRU[EncodedPrompt] = ByteLRU(CACHE_BYTES, lambda encoded: encoded.bytes)
         self.sources = PromptSources()
-        # Answers of a group often make the same tool call and get the same reply.
+        # Cached, since answers of a group often make the same tool call and get the same reply.
         self._replies: ByteLRU[dict[str, Tensor]] = ByteLRU(
             REPLY_BYTES, lambda inputs: sum(value.nbytes for value in inputs.values())
         )
@@ -153,7 +153,7 @@ class PromptEncoder:
         return EncodedPrompt(encoded.uid, whole, self.family.positions(self.core, tensors), media)
 
     def _ended(self, ids: Tensor, new: Tensor) -> int:
-        """Count the leading tokens of `new`, the text after an answer, that already end the answer (T,)."""
+        """Count the leading tokens of `new` (text after an answer) that already end the answer (T,)."""
         if not len(ids) or not len(new) or ids[-1] not in self.end:
             return 0
         before = self.ends.before
@@ -230,7 +230,7 @@ class PromptEncoder:
         question = {"role": "user", "content": [{"type": "text", "text": "x"}]}
         call = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
         turn = {"role": "assistant", "content": [], "tool_calls": [call]}
-        # Remove the beginning of an answer, such as the name of its role.
+        # Remove the generation prompt, such as the name of the role.
         before, whole = self._render([question], tools), self._render([question, turn], tools, answers=False)
         after = whole[len(commonprefix([before, whole])) :]
         return self.text(torch.tensor(self.plain.tokenizer(after, add_special_tokens=False)["input_ids"]))
@@ -252,16 +252,16 @@ class PromptEncoder:
         """Run the processor on a prompt; return the inputs for the forward pass of the model."""
         messages = list(map(template_message, self.replies(prompt.messages, tools)))
         text = self.written(prompt, tools)
-        # As in transformers: the tokenizer adds no BOS token if the template does.
+        # As in transformers, the tokenizer adds no BOS token if the template does.
         begun = text.startswith(self.tokenizer.bos_token or "\0")
         media = media_arguments(self.processor, prompt, self.pixels)
         inputs = self._inputs(prompt, text, WITHOUT_BOS if begun else {}, media)
         form = json.dumps((tools, *((m["role"], *m, *(b["type"] for b in m["content"])) for m in messages)))
-        # Skip texts that contain control tokens: they stay plain text here, but not in transformers.
+        # Compare with transformers, except texts with control tokens, which are plain text only here.
         alike = self.plain.mark not in text and self._marked(tools) == tuple(tools)
         if alike and form not in self._compared and len(self._compared) < FORMS:
             formed = self.template.formed(messages, tools)
-            # transformers converts an empty text to an empty list, which some templates print: [].
+            # Replace empty texts: transformers makes an empty list of them, which some templates print as [].
             if all(message["content"] or "tool_calls" in message for message in formed):
                 given = {"add_generation_prompt": self.answers, **self.template.variables}
                 plain = plain_inputs(self.processor, formed, tools, media, given)
@@ -362,7 +362,7 @@ class PromptEncoder:
 
     @cached_property
     def _reads_marks(self) -> Any:
-        """The processor for texts with marked control tokens."""
+        """The processor, with a tokenizer that accepts marked control tokens."""
         return self.plain.processor(self.processor)
 
     def _media_words(self) -> list[str]:
@@ -377,7 +377,7 @@ def template_message(message: Message) -> dict[str, Any]:
 
 
 def _joined(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """Merge adjacent texts, because some templates strip white space from every text."""
+    """Merge adjacent text blocks, because some templates strip white space from every block."""
     joined: list[Part] = []
     for part in parts:
         if joined and joined[-1].media is None and part.media is None:

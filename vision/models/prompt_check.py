@@ -87,7 +87,7 @@ class PromptCheck:
                     check_max_length(len(read.ids) + len(last), self.max_length)
 
     def _texts(self, prompt: Prompt, one: Outcome, plain: bool) -> list[str]:
-        """List the texts of the turns of an answer; `plain`: the prompt's form was rendered before."""
+        """List the texts of an answer's turns; with `plain`, an answer of one turn is not rendered."""
         if plain and not (one.extra or one.turns or one.asked):
             return [one.text or ""]
         return [text for text, *_ in recorded_turns(self.encoder, prompt, one)]
@@ -137,7 +137,7 @@ class PromptCheck:
             return int(processor.get_number_of_image_patches(height, width, limits)) // merge**2
         count = getattr(self.encoder.processor, "_get_num_multimodal_tokens", None)
         if count is None:
-            return self.limit  # so large that `__call__` encodes the prompt
+            return self.limit  # makes `__call__` encode the prompt
         return int(count(image_sizes=[[height, width]])["num_image_tokens"][0])
 
 
@@ -150,10 +150,10 @@ def input_hash(encoder: PromptEncoder, prompt: Prompt) -> str:
 def most_image_tokens(check: PromptCheck, medium: Media) -> int:
     """Count the features of an image; raise ValueError if the processor does not support its size."""
     if getattr(check.encoder.processor, "image_processor", None) is None:
-        return 0  # rendering raises the error that the model reads text only
+        return 0  # rendering will raise the error
     check_images(check.encoder.processor)
     if isinstance(medium.source, Path) and medium.source.suffix == ".parquet":
-        return 0  # a table of many rows: the headers of its images cannot be read one by one
+        return 0  # rows of a table: reading every image header would be slow
     if medium.source is None:
         height, width = medium.load().pixels.shape[-2:]
     else:
@@ -184,7 +184,7 @@ def most_audio_tokens(check: PromptCheck, medium: Media) -> int:
     extractor_of(check.encoder.processor)
     check_sounds(check.encoder.core.config)
     if isinstance(medium.source, Path) and medium.source.suffix == ".parquet":
-        return 0  # a table of many rows, as for images
+        return 0  # as for images
     source = medium.source if isinstance(medium.source, Path | bytes | None) else medium.source.read()
     if source is None:
         sound = medium.load()

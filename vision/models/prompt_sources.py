@@ -1,4 +1,4 @@
-"""Look-up of prompts from their encoded form, for models that use another chat template."""
+"""Look-up of original prompts by their encoding, for teachers with another chat template."""
 
 from __future__ import annotations
 

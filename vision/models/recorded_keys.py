@@ -58,7 +58,7 @@ def _reads(role: str, name: str, value: Any, render: Render, read: dict[str, boo
             plain, whole = (render([*before, one, *after]) for one in (turn, {**turn, name: value}))
             read[place] = plain != whole
         except (TemplateError, TypeError, ValueError):
-            return True  # rendering the conversation itself raises a better error
+            return True  # rendering it later raises a better error
     return read[place]
 
 
@@ -100,7 +100,7 @@ def recorded_answer(
         )
     ids = encoder.plain.tokenizer(whole[len(before) :], add_special_tokens=False)["input_ids"]
     ends = [place for place, token in enumerate(ids) if token in encoder.end]
-    last = ends[-1 if outcome.extra else 0] + 1 if ends else len(ids)  # calls can contain end tokens, too
+    last = ends[-1 if outcome.extra else 0] + 1 if ends else len(ids)  # calls may contain end tokens
     tokens = torch.tensor(ids[:last] if ends else [*ids, encoder.end[0]])
     shown = encoder.text(tokens)
     return text if shown.strip() == text.strip() else shown, tokens

@@ -1,4 +1,4 @@
-"""The interface of weights that are trained instead of a policy's model, such as a steering vector."""
+"""Base class of weights that are trained instead of a policy's model, such as a steering vector."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TrainedPart:
         return steps
 
     def read(self, read: ReadSteps, steps: Any, outputs: Any, teacher: Any) -> dict[str, Tensor]:
-        """Compute the outputs of a batch with calls of `read(steps, outputs, teacher)`."""
+        """Compute the outputs of a batch with this part; `read`, the argument, runs the model's forward."""
         return read(steps, outputs, teacher)
 
     def save(self, folder: Path) -> None:

@@ -23,11 +23,11 @@ HEAD = "value_head.safetensors"
 
 
 class ValueModel(nn.Module):
-    """Trainable module that predicts, for a batch of answers, numbers before every token.
+    """Trainable module that predicts one or more values before every token of answers.
 
     Args:
         reader: Computes the hidden states.
-        outputs: Number of numbers per token.
+        outputs: Number of values per token.
         std: Standard deviation of the initial weights.
         bias: Whether the linear layer has a bias, which starts at 0.
     """
@@ -42,7 +42,7 @@ class ValueModel(nn.Module):
         if bias:
             nn.init.zeros_(self.head.bias)
         for weight in reader.model.get_output_embeddings().parameters():
-            if weight is not inputs:  # tied weights are the input embeddings
+            if weight is not inputs:  # do not free a head tied to the embeddings
                 weight.requires_grad_(False)
 
     def forward(self, steps: TokenSteps) -> Tensor:

@@ -14,7 +14,7 @@ from mmrl.core.types import Outcome, Prompt, Rollouts, Trajectory
 
 @policy
 class RecordedAnswers:
-    """Policy without a model, to evaluate recorded answers with the engine `offline`; a step is a word."""
+    """Policy without a model, to evaluate recorded answers with the engine `offline`; its steps are words."""
 
     outputs: frozenset[str] = frozenset()
 

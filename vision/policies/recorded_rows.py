@@ -1,4 +1,4 @@
-"""Rows of recorded answers: single answers, and conversations with replies between their turns."""
+"""Encoding of recorded answers as trajectories: single answers, and conversations with replies."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def recorded_row(
     learn: str = "completion",
     max_length: int = 0,
 ) -> Trajectory:
-    """Encode a recorded answer as a row; the learned tokens are its steps.
+    """Encode a recorded answer as a trajectory whose steps are the tokens to train on.
 
-    Every turn ends with its end token. The messages between the turns are read, and are no steps. The row's
-    answer is the last turn; it keeps the `turns`, and leaves out `asked`, so that an engine can encode it
-    again after other media. Raises ValueError for an answer that the model cannot read.
+    Every turn ends with its end token. Messages between turns are context, not trained on. The outcome is
+    the last turn; it keeps `turns` and drops `asked`, so that an engine can encode it again after other
+    media. Raises ValueError for an answer that the model cannot read.
 
     Args:
         encoder: The encoder of the model.
@@ -42,7 +42,7 @@ def recorded_row(
         raise ValueError("its recorded answer is no text; `max_length` and the choice of tokens need one")
     begun = _from_first_turn(prompt, outcome) if learn == "assistant" else (prompt, outcome)
     texts, turns, replies = encode_recorded(encoder, *begun)
-    # Calls as words, so that the answer can be encoded after a prompt without tools, too.
+    # Tool calls as text, so that the answer can also be encoded after a prompt without tools.
     words, text = iter(texts), texts[-1]
     said = [Message(t.role, (Part(next(words)),)) if t.role == "assistant" else t for t in begun[1].turns]
     read, last = turns[-1]
@@ -50,7 +50,7 @@ def recorded_row(
     row = _whole(encoder, read, last) if learn == "all" else TokenRow.of_turns(turns)
     changed = {CHANGED: "yes"} if learn != "completion" and row.suffix else {}
     tags = {"finish": "stop", **outcome.tags, **changed}
-    said = tuple(said[len(said) - len(outcome.turns) :])  # without turns of the prompt
+    said = tuple(said[len(said) - len(outcome.turns) :])  # only turns of the answer
     answer = Outcome(text, end=len(row.ids), tags=tags, recorded=outcome.recorded, turns=said)
     whole = Trajectory(prompt, prompt.uid, (answer,), row, len(row.ids), {"token": row.ids}, on_policy=False)
     if not replies or learn != "completion":
@@ -64,7 +64,7 @@ def recorded_row(
 
 
 def _from_first_turn(prompt: Prompt, outcome: Outcome) -> tuple[Prompt, Outcome]:
-    """Move the messages from the assistant's first turn on from a prompt to the turns of its answer."""
+    """Move the prompt's messages from the first assistant turn on into the turns of the answer."""
     messages = outcome.asked or prompt.messages
     first = next((i for i, one in enumerate(messages) if one.role == "assistant"), len(messages))
     begun = replace(prompt, messages=messages[:first])
@@ -72,7 +72,7 @@ def _from_first_turn(prompt: Prompt, outcome: Outcome) -> tuple[Prompt, Outcome]
 
 
 def _whole(encoder: PromptEncoder, prompt: EncodedPrompt, answer: Tensor) -> TokenRow:
-    """Make a row whose steps are all tokens of a prompt and its answer, except placeholders of media."""
+    """Create a row that trains on all tokens of prompt and answer, except media placeholders."""
     config = encoder.core.config
     hidden = torch.tensor(media_ids(config), dtype=torch.int64)
     if encoder.family.prefix_lm or torch.isin(prompt.ids[0], hidden):

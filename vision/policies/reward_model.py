@@ -28,7 +28,7 @@ STD = 0.02  # initial deviation of the linear layer if the model's config has no
 
 
 class Backbone(Tokens):
-    """The model under the linear layer, which may itself be a saved reward model."""
+    """The model that computes hidden states for the linear layer; its folder may be a saved reward model."""
 
     load_model = staticmethod(classifiers.load_backbone)
 
@@ -109,7 +109,7 @@ class RewardModel:
             pixels=pixel_limits({"min_pixels": min_pixels, "max_pixels": max_pixels}),
             variables=chat_template_kwargs,
         )
-        saved = saved_score(model, adapter)  # the model's files are local now
+        saved = saved_score(model, adapter)  # after the download of the model
         self.labels = check_labels(labels, saved and saved[1])
         std = getattr(self.tokens.model.config.get_text_config(), "initializer_range", STD)
         part = ValueModel(self.tokens.module, max(1, len(self.labels)), std=std, bias=False)
@@ -120,7 +120,7 @@ class RewardModel:
 
     @staticmethod
     def check_folders(options: Mapping[str, Any], start: str = "") -> None:
-        """Raise `ValueError` if weights or labels are missing or of another model; see `Tokens`."""
+        """Raise `ValueError` if weights or labels are missing or do not fit the model; see `Tokens`."""
         model, adapter = str(options.get("model", "")), str(options.get("adapter") or "")
         folders = [Path(name).expanduser() for name in (model, adapter, start) if name]
         for folder in filter(Path.is_dir, folders):
@@ -150,15 +150,15 @@ class RewardModel:
         return self.tokens.render(prompt)
 
     def media_reader(self, options: Mapping[str, Any], root: Path | None = None) -> MediaReader:
-        """Make the reader that loads the media of prompts."""
+        """Create the reader that loads the media of prompts."""
         return self.tokens.media_reader(options, root)
 
     def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
-        """Encode a prompt and its answer as a row of one step, which reads the state of the last token."""
+        """Encode a prompt and its answer as a row with one step: the hidden state of the last token."""
         with reading(prompt):
             encoded = self.encoder.conversation(prompt, outcome)
             check_length(encoded.next_position, self.encoder.limit)
-        ids = torch.tensor(self.encoder.end[:1])  # not an input: its hidden state is that of the token before
+        ids = torch.tensor(self.encoder.end[:1])  # unused: the step reads the state before this token
         answer = replace(outcome, end=1, tags={"finish": "stop", **outcome.tags})
         row = TokenRow(encoded, ids)
         return Trajectory(prompt, prompt.uid, (answer,), row, 1, on_policy=False)
@@ -185,7 +185,7 @@ class RewardModel:
         self.tokens.merge()
 
     def save(self, folder: Path) -> None:
-        """Write the model's folder; see the class for its form."""
+        """Write the model's folder, in the format that the class describes."""
         tokenizer, score = self.tokens.processor.tokenizer, self.scorer.head.weight
         if self.tokens.adapter is None and classifiers.classifier_class(self.tokens.model.config):
             pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

@@ -97,7 +97,7 @@ class Tokens:
             adds, such as the vector of `vision.steering`, is trained instead of the model.
     """
 
-    outputs: frozenset[str] = OF_LOGITS | OF_STATES | {"reversed_logp"}  # computed only if a piece reads them
+    outputs: frozenset[str] = OF_LOGITS | OF_STATES | {"reversed_logp"}  # computed on demand
     makes = "text"  # kind of outcomes; commands read it
     load_model = staticmethod(loading.load_model)
 
@@ -133,7 +133,7 @@ class Tokens:
         check_guidance(model, guidance_scale, negative_prompt)
         self.processor = loading.load_processor(model)
         check_packing(model, packing, attn_implementation, transform, sp_size)
-        ChatTemplate(self.processor, chat_template_kwargs).ends()  # fails before weights are loaded
+        ChatTemplate(self.processor, chat_template_kwargs).ends()  # raises before weights are loaded
         self.model = self.load_model(model, dtype=dtype, attn_implementation=attn_implementation)
         self.model = apply_transforms(self.model, transform)
         pixels = pixel_limits({"min_pixels": min_pixels, "max_pixels": max_pixels})
@@ -148,7 +148,7 @@ class Tokens:
         self.compute, self.share_prefix, self.packing = DTYPES[dtype], share_prefix, packing
         self._choose_weights(freeze_vision_tower, frozen, gradient_checkpointing)
         self.inner = InnerOptions(hot_temperature, cold_temperature, top_k, rank_stride)
-        self.teachers: list[Teaching] = []  # each teacher appends itself
+        self.teachers: list[Teaching] = []  # teachers (references) append themselves
         self.module: nn.Module = StepModel(
             self.model,
             self.prompt_encoder.placeholders,
@@ -186,7 +186,7 @@ class Tokens:
 
     @staticmethod
     def prompt_check(options: Mapping[str, Any]) -> Callable[[Prompt], None]:
-        """Make a check that raises `PromptError` for prompts that a policy with these options cannot read."""
+        """Create the check that raises `PromptError` for prompts a policy with these options cannot read."""
         variables = options.get("chat_template_kwargs")
         encoder = loading.load_encoder(
             str(options["model"]), pixels=pixel_limits(options), variables=variables
@@ -208,7 +208,7 @@ class Tokens:
         self.part: TrainedPart | None = self.roles if self.adapter else part_of(self.model)
 
     def _choose_weights(self, freeze_vision_tower: bool, frozen: bool, checkpointed: bool) -> None:
-        """Choose the trained weights, except adapters, and convert them to float32; checkpoint the layers."""
+        """Select the trained weights and convert them to float32; enable gradient checkpointing if set."""
         if isinstance(self.part, nn.Module):
             self.model.requires_grad_(False)
             self.part.requires_grad_(True)
@@ -232,9 +232,9 @@ class Tokens:
     def reading_with(
         self, model: nn.Module, dtype: str, *, forbidden: list[int] | None = None, top_k: int = 0
     ) -> StepModel:
-        """Make a module that scores this policy's answers with another, frozen model.
+        """Create a module that computes log-probabilities of this policy's answers under a frozen model.
 
-        If given, `forbidden` replaces the policy's placeholder tokens, and `top_k` its option `top_k`.
+        `forbidden` (default: media placeholders) have probability 0; `top_k` overrides the policy's option.
         """
         return StepModel(
             model.requires_grad_(False),
@@ -259,7 +259,7 @@ class Tokens:
         return input_hash(self.prompt_encoder, prompt)
 
     def media_reader(self, options: Mapping[str, Any], root: Path | None = None) -> MediaReader:
-        """Make the reader that loads the media of prompts."""
+        """Create the reader that loads the media of prompts."""
         return MediaReader.of_data(options, root)
 
     def encode(self, prompt: Prompt, outcome: Outcome) -> Trajectory:
@@ -279,7 +279,7 @@ class Tokens:
     def encode_conversation(
         self, prompt: Prompt, outcome: Outcome, *, learn: str, max_length: int = 0
     ) -> Trajectory:
-        """Encode a recorded answer as a row with the learned tokens `learn`; see `recorded_row`."""
+        """Encode a recorded answer as a row; `learn` selects the tokens to train on (see `recorded_row`)."""
         return recorded_row(self.prompt_encoder, prompt, outcome, learn=learn, max_length=max_length)
 
     def restore_rows(
@@ -333,7 +333,7 @@ class Tokens:
             steps = replace(steps, unconditional=Unconditional.of(self.images, negative, answers))
         if self.part:
             steps = self.part.collate(steps, rollouts)
-        # Missing values and values after a row's end are NaN. `token` and `temperature` are in `steps`.
+        # Missing values and padding are NaN. `token` and `temperature` are in `steps` instead.
         missing = torch.full((mask.shape[1],), torch.nan)
         notes = {
             name: cat_padded(
@@ -384,6 +384,6 @@ class Tokens:
         if self.adapter is not None:
             loading.load_adapter_weights(self.adapter, folder)
             return
-        # The folder's config names the dtype of frozen weights; the widest dtype keeps trained weights exact.
+        # Read in the widest dtype: the config names that of frozen weights, but trained ones are float32.
         widest = widest_dtype(self.model, folder)
         copy_weights(self.model, load_whole(type(self.model), folder, dtype=widest))

@@ -1,4 +1,4 @@
-"""Storage of preference pairs: shards of an interruptible build, and the finished data set.
+"""Files of preference pairs: shards of a resumable build, and the finished data set.
 
 A data set consists of parquet files that contain the images. TRL reads `prompt`, `chosen`, `rejected` and
 `images`; LLaMA-Factory reads `conversations`, `chosen_answer` and `rejected_answer`, see `dataset_info.json`.
@@ -85,7 +85,7 @@ def write_data_set(output: Path, rows: Iterator[dict[str, Any]], count: int, fil
         "chosen_answer": message,
         "rejected_answer": message,
     }
-    partial, schema = output / BUILD / "data", Features(features).arrow_schema  # same file system as output
+    partial, schema = output / BUILD / "data", Features(features).arrow_schema  # so that `rename` works
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     files = max(1, -(-count // file_rows))  # ceil(count / file_rows)

@@ -107,7 +107,7 @@ def generate_pairs(
 ) -> list[ScoredPair]:
     """Generate two answers to each image with an engine, and score both with a reward.
 
-    The pairs have the order of the items. An item that cannot be used becomes a pair with a `fault`. Images
+    Pairs are in the order of the items. An item that cannot be used becomes a pair with a `fault`. Images
     that are stored inside rows are written to `folder`.
     """
     pairs: list[ScoredPair] = []
@@ -120,7 +120,7 @@ def generate_pairs(
         pairs.append(pair)
     if not prompts:
         return pairs
-    twice = [prompt for prompt in prompts.values() for _ in range(2)]  # same order as the answers below
+    twice = [prompt for prompt in prompts.values() for _ in range(2)]  # two per image
     rows: dict[str, list[Trajectory]] = {uid: [] for uid in prompts}
     for row in engine.rollout(twice):
         rows[row.prompt.uid].append(row)
@@ -155,7 +155,7 @@ def _decoded(item: SourceItem, images: ImageSource, folder: Path) -> tuple[Score
             raise MediaError(item.fault)
         name, fault = item.ref.path or item.place, "missing"
         data = images.bytes_of(item.ref)
-        fault = "unreadable"  # the fault of any error below
+        fault = "unreadable"  # for any error below
         frames = decode_image(data, name)
     except MediaError as error:
         return ScoredPair(item.place, name, fault=fault, what=str(error)), None

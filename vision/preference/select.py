@@ -46,7 +46,7 @@ class ScoredPair:
 
 @dataclass(frozen=True)
 class SelectionRule:
-    """Rule that keeps, reverses or drops pairs by their score gap; options as in `vision.clip_pairs`."""
+    """Rule that keeps, reverses or drops pairs by score gap; `vision.clip_pairs` documents its options."""
 
     decide: Decide = "score"
     tau_keep: float | None = None
@@ -96,12 +96,12 @@ class SelectionRule:
 
 
 def with_faults(rule: SelectionRule, pairs: Iterable[ScoredPair]) -> Iterator[ScoredPair]:
-    """Set `fault` of every pair that cannot be used, such as an image repeated with the same prompt."""
+    """Set `fault` of every unusable pair, such as a repeated image with the same prompt."""
     seen: set[bytes] = set()
     for pair in pairs:
         fault = rule.fault(pair)
         if not fault:
-            # 96 bits per key, because the keys of all pairs stay in memory.
+            # Keep 96-bit keys, because the keys of all pairs stay in memory.
             key = hashlib.blake2b(f"{pair.digest}\n{pair.prompt}".encode(), digest_size=12).digest()
             fault = "duplicate" if key in seen else ""
             seen.add(key)
@@ -117,8 +117,8 @@ class PairSelector:
     stream: Stream
     counts: Counter[str] = field(default_factory=Counter)
     dropped: list[str] = field(default_factory=list)
-    before: float = 0.0  # sum of the gaps of all pairs without a fault
-    after: float = 0.0  # sum of the gaps of the selected pairs, negated for reversed pairs
+    before: float = 0.0  # sum of score gaps over all pairs without a fault
+    after: float = 0.0  # sum over selected pairs, negated if reversed
     split: int = 0
 
     def select(

@@ -30,8 +30,8 @@ class ServedTeacher(FrozenTeacher):
     """A frozen teacher on vLLM servers, which return its likely tokens at every step of an answer.
 
     Requests contain token ids and image tensors, as in `vision.vllm`. The servers score the policy's answers;
-    they generate no text and receive no weights. At the start, the model name is checked, and that the
-    weights of all servers are the same; a resumed run checks that they have not changed. A teacher of another
+    they generate no text and receive no weights. The run checks at its start that all servers
+    have the named model and equal weights, and after a resume that these are unchanged. A teacher of another
     model type reads prompts with its own template and image processor. Answers must be sampled at temperature
     1, because servers return log-probabilities at temperature 1.
 
@@ -54,7 +54,7 @@ class ServedTeacher(FrozenTeacher):
         timeout: Seconds for which a request is repeated while no server answers.
     """
 
-    holds = ""  # no model in this process
+    holds = ""  # for memory estimates: no model here
 
     def __init__(
         self,
@@ -83,13 +83,13 @@ class ServedTeacher(FrozenTeacher):
 
     @staticmethod
     def check_run(options: Mapping[str, Any], config: Any) -> None:
-        """Raise `ValueError` if servers cannot compare the policy's answers with the teacher."""
+        """Raise `ValueError` if options such as the temperature rule out a comparison with the teacher."""
         given = {"beta": 1.0, "loss_top_k": MOST, "loss_add_tail": True, "align": False, **options}
         names = ("servers", "beta", "loss_top_k", "loss_add_tail", "align")
         check_support(*(given[name] for name in names))
         for piece in config.rollout.engine:
             temperature = piece.options.get("temperature", 1.0)
-            if temperature not in (0, 1):  # greedy answers record log-probabilities at 1
+            if temperature not in (0, 1):  # greedy (0): log-probabilities are at 1
                 raise ConfigError(
                     f"'{piece.name}' samples at the temperature {temperature}, and servers tell "
                     "log-probabilities at 1; set `temperature: 1.0`, or take `vision.teacher`"
@@ -153,7 +153,7 @@ class ServedTeacher(FrozenTeacher):
         return {row: scores_of(*part) for row, part in zip(rows, parts, strict=True)}
 
     def _whole(self, steps: TokenSteps, row: int) -> tuple[EncodedPrompt, Tensor, Tensor]:
-        """Return a row's prompt with media of replies, the tokens after it, and the positions of steps."""
+        """Return a row's prompt (with media of replies), its other tokens, and the positions of its steps."""
         prompt, suffix = steps.prompts[int(steps.which[row])], steps.suffix(row)
         where = len(prompt.ids) + suffix.chosen
         if not steps.suffixes or steps.suffixes[row] is None:
@@ -170,7 +170,7 @@ class ServedTeacher(FrozenTeacher):
         return EncodedPrompt(prompt.uid, ids, positions, media), ids[:0], where
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the hash of the weights, which a resumed run compares."""
+        """Return the hash of the servers' weights, for a comparison after a resume."""
         return {"checksum": self.servers.checksum}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -185,7 +185,7 @@ class ServedTeacher(FrozenTeacher):
 def check_support(
     servers: tuple[str, ...], beta: float, loss_top_k: int, loss_add_tail: bool, align: bool
 ) -> None:
-    """Raise `ConfigError` for options that leave nothing to compare."""
+    """Raise `ConfigError` if the options leave no tokens on which to compare distributions."""
     if not servers or len({*servers}) < len(servers):
         raise ConfigError("`servers` must name one address or more, none of them twice")
     if align:

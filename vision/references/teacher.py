@@ -27,9 +27,9 @@ TOP_K = ("top_k_ids", "top_k_logp")
 
 
 class FrozenTeacher:
-    """Base of teachers: options of the divergence, and rows as the teacher tokenizes them.
+    """Base class of teachers: options of the divergence, and conversion of rows to the teacher's tokens.
 
-    Raises ValueError if the teacher has other tokens than the policy, unless `align`.
+    Raises ValueError if the teacher's vocabulary differs from the policy's, unless `align`.
 
     Args:
         policy: The policy, `vision.tokens`.
@@ -58,10 +58,10 @@ class FrozenTeacher:
     ) -> None:
         self.beta, self.loss_top_k, self.loss_add_tail = beta, loss_top_k, loss_add_tail
         self.align, self.span_temperature = align, span_temperature
-        self.encoder = loading.load_encoder(model)  # without weights
+        self.encoder = loading.load_encoder(model)  # tokenizer and processor
         own_words = reads_own_words(model, self.encoder, policy.prompt_encoder, align)
         self.translate = Translator(policy.prompt_encoder, self.encoder, align) if own_words else None
-        if not own_words:  # prompts that are too long for the teacher are rejected before rollouts
+        if not own_words:  # the teacher also checks prompt lengths
             limits = {self.encoder.limit, policy.prompt_encoder.limit} - {0}
             policy.prompt_encoder.limit = min(limits, default=0)
         self.policy, self.number = policy, len(policy.teachers)
@@ -80,13 +80,13 @@ class FrozenTeacher:
             reads_own_words(str(options["model"]), teacher, policy, bool(options.get("align")))
 
     def read(self, batch: Batch) -> tuple[TokenSteps, SharedSpans | None]:
-        """Return the steps of a batch as the teacher reads them, and with `align` the shared spans."""
+        """Return the teacher's inputs for a batch, and with `align` the shared text spans."""
         return self.translate(batch.steps) if self.translate else (batch.steps, None)
 
     def output_of(
         self, batch: Batch, values: Mapping[str, Tensor], spans: SharedSpans | None, *, compared: bool
     ) -> StepOutput:
-        """Make the output from values (N, T, ...) of the teacher's tokens, padded to the width of the batch.
+        """Create the output from the teacher's values (N, T, ...), padded to the width of the batch.
 
         With spans, the log-probability of a span is divided equally among its tokens. `compared` adds the
         columns that the penalty `distillation` reads.
@@ -126,7 +126,7 @@ def encoder_of(model: str) -> PromptEncoder | None:
     """Load the prompt encoder of a model; None if that fails, for example before it is downloaded."""
     try:
         return loading.load_encoder(model)
-    except (ValueError, OSError, ImportError) as error:  # building the teacher raises the error
+    except (ValueError, OSError, ImportError) as error:  # raised again when the teacher is built
         log.info("the tokens of '%s' are not read yet: %s", model, error)
         return None
 

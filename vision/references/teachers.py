@@ -1,4 +1,4 @@
-"""Several teachers, of which a column of the data chooses one for every row."""
+"""Several teachers for distillation; a data column chooses the teacher of every row."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ PLACE = "references.*.teachers"
 
 @reference
 class Teachers(FrozenTeacher):
-    """Several teachers, of which a column of the data chooses one for every row.
+    """Several teachers for distillation; a data column chooses the teacher of every row.
 
-    Each has its own options, so that one may be in this process and another on servers.
+    Teachers have separate options, so that one may run in this process and another on servers.
 
     Args:
         by: Column with the source of a row.

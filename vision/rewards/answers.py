@@ -67,7 +67,7 @@ def _counts(prompt: Prompt, outcome: Outcome) -> dict[str, float] | None:
 
 
 def _truth(prompt: Prompt) -> float | None:
-    """Return the target of a yes/no question: 1 for yes, 0 for no, None for other targets."""
+    """Return 1 if the target of a yes/no question is yes, 0 if no, None for other targets."""
     targets = targets_of(prompt.target)
     return LABELS.get(tuple(words_of(answer_part(targets[0])))) if targets else None
 
@@ -76,7 +76,7 @@ def _own_yes_no(prompt: Prompt, *, of: str) -> OwnAnswer | None:
     truth = _truth(prompt)
     if truth is None:
         return None
-    return OwnAnswer(("Yes" if truth == YES else "No",) if of == "correct" else ())  # labels are not graded
+    return OwnAnswer(("Yes" if truth == YES else "No",) if of == "correct" else ())  # else a label
 
 
 @reward(own_answer=_own_yes_no)

@@ -23,7 +23,7 @@ from mmrl.vision.benchmarks.boxes import (
 
 
 def _own_box(prompt: Prompt, *, inclusive: bool, reader: Reader) -> OwnAnswer | None:
-    """Format each target box as an answer. `vlm_r1` reads only integers; rounding lowers the best reward."""
+    """Format each target box as an answer; `vlm_r1` needs integers, so that its reward stays below 1."""
     target = _target(prompt)
     if target is None or not target.boxes:
         return None
@@ -72,7 +72,7 @@ def _own_detections(prompt: Prompt, *, form: Form) -> OwnAnswer | None:
         return None
     pairs = list(zip(target.boxes, target.labels, strict=True))
     items = [{"bbox_2d": list(target.in_answers(box)), "label": label} for box, label in pairs]
-    # The best score is below 1 if the image has more objects than COCO's evaluation reads.
+    # The target's own score is below 1 if the image has more objects than COCO's evaluation reads.
     return OwnAnswer((json.dumps(items),), _score(target, pairs, form) or 1.0)
 
 

@@ -111,8 +111,8 @@ def _group_spans(
 def consensus_span(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | None]:
     """Return each span's IoU with its group's mean span, a pseudo-label (URPA, arXiv 2508.06317).
 
-    Answers without a span are left out of the mean and get 0. In a group with fewer than two spans there is
-    no pseudo-label, and all rewards are None.
+    Answers without a span get 0 and do not enter the mean. In a group with fewer than two spans, all
+    rewards are None.
     """
     rewards: list[float | None] = [None] * len(outcomes)
     for members, spans in _group_spans(prompts, outcomes):
@@ -138,11 +138,11 @@ def span_confidence(
     """
     labels: list[float | None] = [None] * len(outcomes)
     for members, spans in _group_spans(prompts, outcomes):
-        # Our reading: the population variance (divided by the count).
+        # Population variance, divided by the count (our reading).
         spread = 0.0
         for times in zip(*spans, strict=True):
             mean = sum(times) / len(times)
-            # Multiply, because `**` raises an error if the result is infinite.
+            # Square by multiplication: `**` raises OverflowError where `*` returns infinity.
             spread += (sum((time - mean) * (time - mean) for time in times) / len(times)) ** 0.5
         for i in members:
             unit = prompts[i].target.duration if normalise_by == "duration" else 1.0
@@ -171,7 +171,7 @@ def window_ap(prompt: Prompt, outcome: Outcome, *, threshold: Probability | None
 
 
 def _window_ap(spans: Sequence[Span], targets: Sequence[Span], threshold: float | None) -> float:
-    # Use the negative rank as the score, so that the first span has the highest score.
+    # Score spans by their negative rank: the first span is the best.
     windows = [(start, end, -float(rank)) for rank, (start, end) in enumerate(spans[:MAX_WINDOWS])]
     thresholds = THRESHOLDS if threshold is None else (threshold,)
     return sum(detection_ap(targets, windows, t) for t in thresholds) / len(thresholds)
@@ -255,7 +255,7 @@ def saliency(prompt: Prompt, outcome: Outcome) -> float | None:
     precision, recall = len(matched) / len(answered), len(matched) / len(truth)
     f2 = 5 * precision * recall / (4 * precision + recall)  # F_b = (1 + b^2) P R / (b^2 P + R) with b = 2
     weight = sum(truth[i] ** 2 for i in matched)
-    # Multiply, because `**` raises an error if the result is infinite.
+    # Square by multiplication: `**` raises OverflowError where `*` returns infinity.
     errors = [truth[i] * (answered[i] - truth[i]) for i in matched]
     error = sum(x * x for x in errors)
     return 0.6 * f2 + 0.4 / (1 + error / weight)

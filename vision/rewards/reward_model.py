@@ -16,11 +16,11 @@ from mmrl.config.registry import find, reward
 from mmrl.core.types import Outcome, Prompt
 from mmrl.runtime.modules import loading_onto, reward_device
 
-LOCK = threading.Lock()  # rewards are called in parallel, and those of one model share it
+LOCK = threading.Lock()  # parallel rewards may share one model
 
 
 class Scorer:
-    """A frozen reward model, and the scores of the last answers, which the rewards of all labels share."""
+    """A frozen reward model with a cache of its latest scores, shared by the rewards of all its labels."""
 
     def __init__(self, options: dict[str, Any], device: str) -> None:
         with loading_onto(torch.device(device), learns=False):
@@ -30,7 +30,7 @@ class Scorer:
 
     @torch.no_grad()
     def scores(self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome], batch_size: int) -> Tensor:
-        """Compute the scores (N, labels) of answers; equal arguments as in the last call are not computed."""
+        """Return the scores (N, labels) of answers; a repetition of the last call reads the cache."""
         both = list(zip(prompts, outcomes, strict=True))
         known, values = self.last
         if [(id(a), id(b)) for a, b in known] != [(id(a), id(b)) for a, b in both]:

@@ -27,11 +27,11 @@ CAUSES = {
 def gap(policy: Any, rows: Rollouts) -> float:
     """Return the mean absolute log-probability difference between policy and engine over answer tokens."""
     batch = policy.collate(rows)
-    # Unwrap data parallelism, whose forward pass would wait for processes that do not compare.
+    # Unwrap data parallelism, because other processes do not take part in this forward pass.
     module = getattr(policy.module, "module", policy.module)
     logp = module(batch.steps, frozenset(), None)["logp"].cpu().double()  # (N, T)
     noted = batch.notes["logp"].double()[:, : logp.shape[1]]
-    known = (batch.mask[:, : logp.shape[1]] > 0) & ~noted.isnan()  # servers may leave out some tokens
+    known = (batch.mask[:, : logp.shape[1]] > 0) & ~noted.isnan()  # NaN: not returned by the server
     return float((logp - noted)[known].abs().mean())
 
 
@@ -70,7 +70,7 @@ def check_agreement(
 def _parts(policy: Any) -> Mapping[str, Callable[[str], bool]]:
     """Map the name of each adapter part that a server may ignore to a test of layer names.
 
-    The mapping is empty for a sharded model, whose forward pass would wait for processes that do not compare.
+    Empty for a sharded model, because other processes do not take part in the forward pass.
     """
     if policy.adapter is None or in_shards(policy.module):
         return {}

@@ -31,7 +31,7 @@ MODEL = "policy"  # name of the model on the servers
 
 @dataclass(frozen=True)
 class Question:
-    """A request for `n` answers to a prompt, which each kind of server writes in its own form.
+    """A request for `n` answers to a prompt, before conversion to the server's own format.
 
     Args:
         ids: Token ids of the prompt, with a placeholder for every feature of an image.
@@ -39,8 +39,8 @@ class Question:
         seed: Seed of the first answer; the next answer has the next seed.
         n: Number of answers.
         end: Tokens that end an answer.
-        forbidden: Placeholders of media, which no answer may hold.
-        logprobs: Whether log-probabilities of the answer are wanted.
+        forbidden: Media placeholders, which answers must not contain.
+        logprobs: Whether to return log-probabilities of the answer.
         version: Version of the weights.
         adapter: Whether the request names the LoRA adapter instead of the model.
         images: Images as data URLs, and `image_token`, their placeholder.
@@ -71,12 +71,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Choice:
-    """One answer from the reply of a server; fields that the server does not report are None or empty.
+    """One answer from a server's response; unreported fields are None or empty.
 
     Args:
         ids: Token ids of the answer.
         logp: Log-probability of each token; None for tokens that the server leaves out.
-        prompt: Token ids of the prompt that was answered.
+        prompt: Token ids of the prompt, as the server read it.
         ended: Whether the server says that the last token ends the answer.
         versions: Versions of the weights that wrote the answer.
     """
@@ -94,7 +94,7 @@ def adapter_of(version: str) -> str:
 
 
 class Backend(Server):
-    """Base class of the kinds of servers. By default the weights of a server cannot be replaced.
+    """Base class of server types. By default a server's weights cannot be replaced.
 
     Attributes:
         takes: What can be replaced while the server runs: "adapter", "model".
@@ -108,7 +108,7 @@ class Backend(Server):
     logprobs: ClassVar[str]
     echoes: ClassVar[bool] = True  # whether replies repeat the token ids of the prompt
     started_with = ""  # version of the weights that the server has from its start
-    held = ""  # as `started_with`, but emptied when the server does not answer, to compare it again
+    held = ""  # like `started_with`; reset when the server fails, to compare it again
 
     @classmethod
     def write(cls, question: Question) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class Backend(Server):
 
     @classmethod
     def request(cls, question: Question) -> dict[str, Any]:
-        """Make a request for answers: the question, and its body in the form of this kind of server."""
+        """Create a request for answers: the question, and its body in this server type's format."""
         return {"question": question, "body": cls.write(question)}
 
     def ask(self, request: Mapping[str, Any], sizes: list[int]) -> bytes:
@@ -169,7 +169,7 @@ class Backend(Server):
             known = torch.tensor([value or 0.0 for value in logp])
             stopped = bool(choice.ids) and choice.ids[-1] in question.end
             name = f"answer {number} of the server to prompt '{uid}'"
-            # A server may stop at a token that ends no answer of the policy: the answer counts as truncated.
+            # If the server stopped at a token that does not end the policy's answers: truncated.
             limit = len(ids) if choice.ended else question.sampling.max_completion_length
             settings = {"logit_bias": question.bias, "max_tokens": limit}
             check_answer(Answer(ids, known, stopped), settings, name)
@@ -209,7 +209,7 @@ class Backend(Server):
 
 
 def one_each(ids: Sequence[int], token: int) -> list[int]:
-    """Return the token ids with a single placeholder per image, which the server expands."""
+    """Collapse each image's placeholders to a single one, which the server expands."""
     return [one for held, run in groupby(ids) for one in ([held] if held == token else run)]
 
 

@@ -34,7 +34,7 @@ class Sglang(Backend):
         "text": "do `policy.model` and `policy.dtype` agree with what it serves, and is "
         "SGLANG_RETURN_ORIGINAL_LOGPROB unset in its environment?",
         "image": "does its image processor have the policy's `min_pixels` and `max_pixels`?",
-        "video": "",  # no video is sent
+        "video": "",  # videos are not sent
     }
 
     @classmethod
@@ -144,7 +144,7 @@ class Completions(Backend):
 
     @classmethod
     def read(cls, reply: Any, question: Question) -> list[Choice]:
-        # The model name in a reply proves the version of an adapter; the name of a full model has no version.
+        # An adapter's version is in the model name of the reply; a full model has no version in its name.
         version = reply["model"].removeprefix(f"{ADAPTER}-") if question.adapter else ""
         choices = []
         for choice in sorted(reply["choices"], key=lambda choice: choice["index"]):
@@ -212,13 +212,13 @@ class LlamaCpp(Backend):
             "logit_bias": [[token, NEVER] for token in question.forbidden],
             "return_tokens": True,
             "n_probs": int(question.logprobs),
-            # Log-probabilities after temperature and truncation; those of greedy answers at temperature 1.
+            # Log-probabilities after temperature and truncation; of greedy answers, at temperature 1.
             "post_sampling_probs": chosen.temperature > 0,
             "cache_prompt": False,
         }
 
     def generate(self, request: bytes) -> bytes:
-        """Request the answers one by one, because a server has few slots and `n_cmpl` may not exceed them."""
+        """Request answers one by one, because `n_cmpl` must not exceed the server's number of slots."""
         asked = json.loads(request)
         each = [{**asked, "n_cmpl": 1, "seed": asked["seed"] + i} for i in range(asked["n_cmpl"])]
         return b"[" + b",".join(super(LlamaCpp, self).generate(as_json(one)) for one in each) + b"]"
@@ -269,7 +269,7 @@ def placed(ids: Sequence[int], drawn: Sequence[Mapping[str, Any]]) -> list[float
 
 
 def _leftmost(ids: Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """Find the leftmost positions in `ids` of the subsequence `tokens`; raise ValueError if it is none."""
+    """Find the leftmost positions in `ids` of the subsequence `tokens`; ValueError if it does not occur."""
     rest = iter(enumerate(ids))
     places = [next((place for place, held in rest if held == token), None) for token in tokens]
     if None in places:

@@ -78,7 +78,7 @@ def grow_on_servers(
 
 
 def _given(branch: Branch, grown: Mapping[int, Grown | None]) -> tuple[Tensor, Tensor] | None:
-    """Return a branch's tokens before the sampled tokens, and log-probabilities (NaN for forced tokens)."""
+    """Return a branch's given tokens (parent's and forced) with log-probabilities, NaN for forced tokens."""
     unknown = torch.full((len(branch.forced),), torch.nan)
     if branch.parent is None:
         return branch.forced, unknown
@@ -96,7 +96,7 @@ def _grown(
     temperature: float,
     version: str,
 ) -> dict[int, Grown]:
-    """Sample branches whose parents have grown, and score their forced tokens."""
+    """Sample branches whose parents are finished, and score their forced tokens."""
     sampled = [number for number, branch in branches.items() if len(branch.uniform)]
     turns = []
     for number in sampled:

@@ -45,7 +45,7 @@ class SentWeights(Weights):
         server.post("finish_weight_update", {})
 
     def _meet(self, server: Server, receive: Callable[[Mapping[str, Any]], Any]) -> Any:
-        """Send the tensors to the workers, which `receive` requests to join; return the reply."""
+        """Broadcast the tensors while `receive` asks the workers to join; return its reply."""
         place, timeout = urlsplit(server.url), server.request_timeout
         size = 1 + server.num_workers()
         address = mmrl_group.address_towards(place.hostname or "localhost", port_of(server.url))
@@ -60,7 +60,7 @@ class SentWeights(Weights):
             except BaseException as error:
                 sent.set_exception(error)
 
-        # A daemon thread, because it may wait for a server that died; `receive` then raises an error.
+        # Broadcast in a daemon thread, which may hang if a server dies, while `receive` raises an error.
         threading.Thread(target=send, daemon=True).start()
         meeting = {"host": address, "port": store.port, "size": size, "timeout": timeout}
         reply = receive({**meeting, "tensors": mmrl_group.header(self.tensors)})

@@ -31,7 +31,7 @@ class AsksServers(Protocol):
     max_completion_length: int
 
     def part_size(self) -> bool | int:
-        """Return the tokens per part of an answer. True: `max_staleness` decides. False: one part only."""
+        """Return the tokens per part of an answer. True: from `max_staleness`. False: a single part."""
         ...
 
     def load_weights(self) -> str:
@@ -49,7 +49,7 @@ class AsksServers(Protocol):
         *,
         prompt: Prompt | None = None,
     ) -> dict[str, Any]:
-        """Make the request for `n` answers of at most `most` tokens."""
+        """Create the request for `n` answers of at most `most` tokens."""
         ...
 
     def begin_turns(
@@ -81,7 +81,7 @@ class Part:
     limit: int
     seeds: Sequence[int]
     request: Callable[[EncodedPrompt, int, int], Mapping[str, Any]]
-    futures: list[Answered] = field(init=False)  # one per answer; empty results for answers that have ended
+    futures: list[Answered] = field(init=False)  # one per answer, empty for ended answers
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "futures", [Future() for _ in self.seeds])
@@ -89,7 +89,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """A pending request: a prompt, its indices in the list of prompts, and its answers.
+    """A pending request for all answers to a prompt.
 
     Args:
         prompt: The prompt.
@@ -117,7 +117,7 @@ class Group:
         return self.parts[-1].version if self.parts else self.version
 
     def joined(self, parts: Sequence[Part]) -> list[tuple[Answer, Tensor]]:
-        """Wait for `parts`; return each answer so far, and the weight version of every token (T,)."""
+        """Wait for `parts`; return each answer, joined from its parts, and its weight version per token."""
         joined = [(answer, _full(answer, self.version)) for answer in self.answers.result()[0]]
         for part in parts:
             for number, future in enumerate(part.futures):

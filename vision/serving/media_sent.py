@@ -18,12 +18,12 @@ class MediaSent:
     vLLM 0.32 keeps tensors of media by hash. It answers status 500 to a request with the hash of a medium
     that it has dropped; such a request is sent again with all media. This holds for servers with one process
     for requests and `--mm-processor-cache-type lru`, the default. Elsewhere, a hash without its medium could
-    end the engine, so all media are sent.
+    crash the engine, so all media are sent.
     """
 
     def __init__(self) -> None:
         self.kept: bool | None = None  # whether the server keeps media; None: not known yet
-        self.hashes: dict[str, None] = {}  # keys in order of use, the latest last
+        self.hashes: dict[str, None] = {}  # an ordered set, most recently used last
         self.lock = threading.Lock()
 
     def ask(
@@ -33,7 +33,7 @@ class MediaSent:
         info: Callable[[], bytes],
         sizes: list[int],
     ) -> bytes:
-        """Send a request for answers and return the response; `sizes` gets the bytes of each try.
+        """Send a request for answers and return the response; append the bytes of each try to `sizes`.
 
         `generate` sends a request as JSON, and `info` returns the configuration of the server as JSON.
         """
@@ -54,7 +54,7 @@ class MediaSent:
         return answer
 
     def add(self, hashes: Sequence[str]) -> None:
-        """Record the hashes of media that the server now has."""
+        """Record the hashes of media that the server has cached."""
         with self.lock:
             known = [digest for digest in self.hashes if digest not in hashes] + [*hashes]
             self.hashes = dict.fromkeys(known[-MOST_HASHES:]) if self.kept else {}
@@ -65,7 +65,7 @@ class MediaSent:
             self.hashes = {}
 
     def without_kept(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Remove media that the server has from a request; return the same object if there are none."""
+        """Replace media that the server has by their hashes; return the request itself if there are none."""
         hashes, features = self.hashes, request.get("features", {})
         named: Mapping[str, Sequence[str]] = features.get("mm_hashes", {})
         if not any(digest in hashes for several in named.values() for digest in several):
@@ -80,7 +80,7 @@ class MediaSent:
 
 
 def keeps_media(info: Callable[[], bytes]) -> bool:
-    """Whether the engine process of a server keeps media by hash and refuses unknown hashes by itself."""
+    """Whether a server caches media by hash and refuses unknown hashes with an error."""
     try:
         config = json.loads(info())["vllm_config"]
         media, parallel = config["model_config"]["multimodal_config"], config["parallel_config"]

@@ -21,7 +21,7 @@ from mmrl.vision.models.processor import EncodedPrompt, PromptEncoder
 from mmrl.vision.serving.wire import FINAL_ONLY, FLOOR, WrongAnswer, features
 
 PAUSE = 1.0  # seconds before a request is repeated
-TRIES = 3  # times that each server may refuse a request for a passing reason
+TRIES = 3  # attempts per server after temporary refusals
 PROBE = 10.0  # seconds within which a server must report its model
 
 
@@ -37,7 +37,7 @@ class Scores:
 def score_request(
     encoder: PromptEncoder, encoded: EncodedPrompt, ids: Tensor, *, model: str, top_k: int, salt: str
 ) -> dict[str, Any]:
-    """Make the request for log-probabilities of all tokens of a prompt and of the following `ids` (T,).
+    """Create the request for log-probabilities of a prompt's tokens and of the following `ids` (T,).
 
     Args:
         encoder: Encoder that made the prompt, for the normalisation of images.
@@ -54,10 +54,10 @@ def score_request(
 
 
 def plain_request(ids: list[int], model: str, top_k: int) -> dict[str, Any]:
-    """Make the request for log-probabilities of the tokens of a text."""
+    """Create the request for log-probabilities of the tokens of a text."""
     settings = {
         "n": 1,
-        "max_tokens": 1,  # a request must generate something
+        "max_tokens": 1,  # minimum: requests must generate a token
         "temperature": 0.0,
         "prompt_logprobs": top_k,
         "output_kind": FINAL_ONLY,
@@ -91,7 +91,7 @@ def scores_of(data: bytes, request: Mapping[str, Any], places: Tensor, uid: str)
     best = []
     for row, place in zip(rows, places.tolist(), strict=True):
         likely = sorted(row.items(), key=lambda entry: -entry[1])
-        if len(likely) > top_k:  # the given token is listed too
+        if len(likely) > top_k:  # with the given token
             likely.remove((request["token_ids"][place], row[request["token_ids"][place]]))
         if len(likely) != top_k:
             raise WrongAnswer(f"{wrong} has {len(likely)} likely tokens instead of {top_k}")
@@ -128,7 +128,7 @@ class FrozenServers:
         self.urls, self.model, self.checksum = [url.rstrip("/") for url in urls], model, checksum
         self.probe = plain_request([0, 0], model, top_k)
         self.parallel, self.request_timeout, self.timeout = parallel, request_timeout, timeout
-        self.turn, self.suspects = itertools.count(), set[str]()  # suspects may have restarted
+        self.turn, self.suspects = itertools.count(), set[str]()  # suspects: servers that may have restarted
         for url in self.urls:
             try:
                 self._prove(url)
@@ -148,9 +148,9 @@ class FrozenServers:
                 raise
 
     def _ask(self, request: Mapping[str, Any], uid: str) -> bytes:
-        """Send a request to one server after another.
+        """Send a request to one server after another until one answers.
 
-        Raises `WrongAnswer` if servers refuse it, and `ConnectionError` after `timeout` seconds.
+        Raises `WrongAnswer` if servers refuse the request, and `ConnectionError` after `timeout` seconds.
         """
         written, end, first, refused = as_json(request), time.monotonic() + self.timeout, next(self.turn), 0
         for attempt in itertools.count(1):
@@ -175,7 +175,7 @@ class FrozenServers:
         raise AssertionError("the loop returns or raises")
 
     def _prove(self, url: str) -> None:
-        """Raise `ConfigError` if a server cannot score, or has another model or weights than the first.
+        """Raise `ConfigError` if a server cannot score tokens, or if models or weights of servers differ.
 
         A single server without developer mode reports no checksum; `checksum` then stays empty.
         """

@@ -50,7 +50,7 @@ class ServedPolicy(TokenPolicy, Protocol):
 
 @dataclass(eq=False)
 class ServedEngine:
-    """Base class of engines whose answers come from servers, which hold the weights of the policy."""
+    """Base class of engines that sample from servers, which have a copy of the policy's weights."""
 
     policy: ServedPolicy
     _: KW_ONLY
@@ -67,8 +67,8 @@ class ServedEngine:
     timeout: PositiveFloat = 300.0
     weights_folder: str = ""
     notes: ClassVar[frozenset[str]] = frozenset({"logp", "token", "temperature"})
-    answers_elsewhere: ClassVar[bool] = True  # servers decode, so other engines cannot decode token by token
-    batch_size: ClassVar[int] = 0  # all conversations take a turn together; `parallel` limits the requests
+    answers_elsewhere: ClassVar[bool] = True  # no access to single decoding steps
+    batch_size: ClassVar[int] = 0  # one batch; `parallel` limits requests
 
     def __post_init__(self) -> None:
         if not self.servers or len({*self.servers}) < len(self.servers):
@@ -82,7 +82,7 @@ class ServedEngine:
         self.ahead = StepsAhead(self)
         self.compared: set[tuple] = set()  # finished comparisons: kind of media, updates, joins
         self.to_compare: list[tuple[str, str, Rollouts]] = []  # pending: kind of media, server, answers
-        self.stand_in: Rollouts = ()  # dummy rows, for forward passes that only other processes need
+        self.stand_in: Rollouts = ()  # dummy rows, to join forward passes of other processes
 
     # ---- methods that depend on the kind of servers
 
@@ -105,24 +105,24 @@ class ServedEngine:
         *,
         prompt: Prompt | None = None,
     ) -> dict[str, Any]:
-        """Make the request for `n` answers of at most `most` tokens; for one if decoding is greedy.
+        """Create the request for `n` answers (1 if decoding is greedy) of at most `most` tokens.
 
         `prompt` has the media of `encoded` as they were before preprocessing.
         """
         raise NotImplementedError
 
     def undistorted(self, group: Group) -> dict[str, Any]:
-        """Make a request for the first tokens of one answer, without top-p, top-k and min-p."""
+        """Create a request for the first tokens of one answer, without top-p, top-k and min-p."""
         raise NotImplementedError
 
     def check_together(self, kinds: Mapping[str, str]) -> None:
-        """Raise ValueError if servers cannot answer prompts with all these kinds of media at the same time.
+        """Raise ValueError if servers cannot serve prompts with these kinds of media concurrently.
 
         `kinds` maps each kind of media to the uid of a prompt that has it.
         """
 
     def make_writer(self) -> WeightsWriter:
-        """Make the writer of the weights that the servers load."""
+        """Create the writer of the weights that the servers load."""
         return WeightsWriter(self.policy, self.folder)
 
     def pool_options(self) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class ServedEngine:
         return {**limits, "parallel": self.parallel}
 
     def part_size(self) -> bool | int:
-        """Return the tokens per part of an answer. True: `max_staleness` decides. False: one part only."""
+        """Return the tokens per part of an answer. True: from `max_staleness`. False: a single part."""
         return False
 
     def take_metrics(self) -> dict[str, float]:
@@ -159,8 +159,8 @@ class ServedEngine:
         return self.writer.tensors().values()
 
     def make_folder(self) -> None:
-        """Make the folder for weights and lock files; raise `ConfigError` if it is another user's."""
-        if not self.weights_folder:  # its name can be guessed, and other users may write beside it
+        """Create the folder for weights and lock files; raise `ConfigError` if it is another user's."""
+        if not self.weights_folder:  # the default folder's parent is writable by other users
             make_private(self.folder.parent)
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
@@ -171,7 +171,7 @@ class ServedEngine:
             self.writer()
 
     def compare(self, even: Callable[..., Iterable[tuple]]) -> None:
-        """Compare pending answers with a sharded policy; `even` equalises the passes of all processes."""
+        """Compare pending answers with a sharded policy; `even` pads to equally many passes per process."""
         due, self.to_compare = self.to_compare, []
         for (kind, url, rows), counts, _ in even(due, ("", "", self.stand_in)):
             if counts:
@@ -188,11 +188,11 @@ class ServedEngine:
         for place, prompt in enumerate(prompts):
             places.setdefault(prompt.uid, []).append(place)
         weights = self._written()
-        # Outside of `collecting`: an unreadable prompt is left out and must not cancel other requests.
+        # Outside of `collecting`: an unreadable prompt must not cancel other requests.
         groups = [self._first(prompts[where[0]], where, weights.version) for where in places.values()]
         with self.asking.collecting():
             self.ahead.begin(prompts, groups, weights)
-            self.compare_groups(groups, weights.version)  # now: the policy may be updated before `rollout`
+            self.compare_groups(groups, weights.version)  # before the policy is updated
 
     def converse(self) -> ServedTurns:
         """Load the current weights, and return the sampler for a batch of conversations."""
@@ -210,7 +210,7 @@ class ServedEngine:
         stopped: bool,
         chosen: torch.Tensor | None = None,
     ) -> Trajectory:
-        """Make the training row of an answer; the arguments are those of `answer_row`."""
+        """Create the training row of an answer; the arguments are those of `answer_row`."""
         encoder = self.policy.prompt_encoder
         return answer_row(encoder, self.temperature, prompt, encoded, notes, stopped, chosen)
 
@@ -245,11 +245,11 @@ class ServedEngine:
     def _written(self) -> Weights:
         self.writer.keep = len(self.ahead.begun) + 2  # the weights of all pending requests stay
         self.send()
-        assert self.writer.latest is not None  # `send` wrote them
+        assert self.writer.latest is not None  # written by `send`
         return self.writer.latest
 
     def _first(self, prompt: Prompt, places: list[int], version: str) -> Group:
-        """Make the request for the answers to a prompt; with partial rollouts, for their first part."""
+        """Create the request for the answers to a prompt; with partial rollouts, for their first part."""
         encoded, most = self.policy.prompt_encoder.encode(prompt), self.ahead.limit(self.stream.step)
         seed = int(torch.randint(1 << 31, (1,), generator=self.stream.generator("vllm", prompt.uid)))
         request = self.request(encoded, len(places), most, seed, version, self.temperature, prompt=prompt)
@@ -277,7 +277,7 @@ class ServedEngine:
     def rows(self, group: Group) -> list[Trajectory]:
         """Wait for the answers to a prompt, and return one training row per answer."""
         answers = group.joined(group.parts)
-        # A greedy request has one answer, which all entries of the prompt share.
+        # All entries of a prompt share the single answer of a greedy request.
         return [self._row(group, *answers[number % len(answers)]) for number in range(len(group.places))]
 
     def _row(self, group: Group, answer: Answer, versions: torch.Tensor | None = None) -> Trajectory:
@@ -308,12 +308,12 @@ class ServedEngine:
             kind, (answers, source) = media_of(group.encoded), group.answers.result()
             if (kind, source) not in seen and _have_logp(answers):
                 seen.add((kind, source))
-                if self.top_p < 1 or self.top_k or self.min_p:  # sampling truncates the policy's distribution
+                if self.top_p < 1 or self.top_k or self.min_p:  # truncated sampling
                     answers, source = self.asking.ask(group.prompt.uid, self.undistorted(group)).result()
                 if _have_logp(answers):
                     rows = tuple(self._row(group, answer) for answer in answers)
                     self.to_compare.append((kind, source.url, rows))
-        # Call `now` again, because servers may have joined while they answered.
+        # Read `now` again: servers may have joined meanwhile.
         self.compared |= {(kind, *now()) for kind in {kind for kind, _ in seen}}
         if not in_shards(self.policy.module):  # else the training loop calls `compare` on all processes
             self.compare(lambda due, stand_in: ((one, True, False) for one in due))

@@ -1,4 +1,4 @@
-"""How vLLM servers take the media of a model family, and helpers that several families share."""
+"""Format of a model family's media in requests to vLLM servers, and shared helpers."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def no_items(encoder: PromptEncoder, encoded: EncodedPrompt) -> list[Item]:
 
 @dataclass(frozen=True)
 class ServedFamily:
-    """How vLLM servers take the media of a model family.
+    """Rules that convert a model family's media to inputs of vLLM servers.
 
     A request contains for every item a hash of its content and of the version of the weights, and the range
     of its placeholders, which must have no gaps. The server computes positions from ranges and grids. So
@@ -103,14 +103,14 @@ def kind_of(name: str) -> str:
 
 
 def item_of(encoder: PromptEncoder, part: Inputs, uid: str, fields: Fields, token: int | None = None) -> Item:
-    """Make the item of one medium; `token` is its placeholder if it is not the usual one."""
+    """Create the item of one medium; `token`: its placeholder id, if not the default."""
     ((usual, length),) = family_of(encoder.core.config).features(encoder.core, part).items()
     modality = next((kind for name in part if (kind := kind_of(name)) != "image"), "image")
     return Item(modality, fields(encoder, part, uid), usual if token is None else token, length)
 
 
 def split_items(fields: Fields) -> Callable[[PromptEncoder, EncodedPrompt], list[Item]]:
-    """Return a function that makes one item of every part into which `VLMFamily.split` splits media."""
+    """Return a function that creates an item for each medium that `VLMFamily.split` returns."""
 
     def items(encoder: PromptEncoder, encoded: EncodedPrompt) -> list[Item]:
         split = family_of(encoder.core.config).split
@@ -121,7 +121,7 @@ def split_items(fields: Fields) -> Callable[[PromptEncoder, EncodedPrompt], list
 
 
 def one_tile(encoder: PromptEncoder, part: Inputs, uid: str) -> dict[str, Field]:
-    """Make the fields of an image or tile (1, channels, height, width), sent as an image of one tile."""
+    """Create the fields of an image or tile (1, channels, height, width), sent as an image of one tile."""
     return {"pixel_values": Field(part["pixel_values"], "flat"), "num_patches": one()}
 
 
@@ -131,7 +131,7 @@ def one() -> Field:
 
 
 def patches(encoder: PromptEncoder, part: Inputs, uid: str) -> dict[str, Field]:
-    """Make the fields of a medium: patches, one per row, as bytes; grids and seconds unchanged."""
+    """Create the fields of a medium: patches, one per row, as bytes; grids and seconds unchanged."""
     processor: Any = encoder.processor
     return {
         name: Field(as_bytes(processor.image_processor, value, uid), "flat")

@@ -44,7 +44,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Source:
-    """Origin of an answer: the address of a server, and how often the server had joined the pool by then."""
+    """Origin of an answer: server address, and the number of times that the server has joined the pool."""
 
     url: str
     joins: int
@@ -109,7 +109,7 @@ class Server:
         """Wait for pending requests, load weights, and clear the caches of keys, values and images."""
         self.post("pause?mode=wait", {})
         try:
-            self.post("update_weight_version", {"new_version": LOADING})  # in case this process dies
+            self.post("update_weight_version", {"new_version": LOADING})  # invalid if this process dies now
             weights.load_into(self)
             for cache in ("prefix", "mm", "encoder"):
                 self.post(f"reset_{cache}_cache", {})
@@ -134,7 +134,7 @@ class Server:
     def sleep(self, level: int) -> None:
         """Release memory until `wake_up`. Level 1: keys and values; level 2: also the weights."""
         if level == 2:
-            self.post("update_weight_version", {"new_version": LOADING})  # so that weights are loaded again
+            self.post("update_weight_version", {"new_version": LOADING})  # forces a reload of weights
             self.loaded = LOADING
         self.post(f"sleep?level={level}&mode=wait", {})
         self.media.forget()

@@ -23,7 +23,7 @@ TRIES = 3  # maximal tries of a request at each server
 PAUSE = 1.0  # seconds before a retry, and between probes while no server answers
 POLL = 0.05  # seconds between attempts to change weights while another process has pending requests
 Answered = Future[tuple[list[Answer], Source]]
-Asked = tuple[Answered, str, Mapping[str, Any]]  # a request: its future, the prompt's uid, the content
+Asked = tuple[Answered, str, Mapping[str, Any]]  # request: future, prompt uid, content
 log = logging.getLogger("mmrl")
 
 
@@ -54,9 +54,9 @@ class Servers:
         self.servers = [kind(url, request_timeout) for url in urls]
         self.folder, self.timeout, self.sleep_level = folder, timeout, sleep_level
         self.slots = threading.Semaphore(max(parallel, len(self.servers)))
-        self.given_up = threading.Event()  # set when pending answers will not be collected
+        self.given_up = threading.Event()  # set when pending answers are abandoned
         self.counting = threading.Lock()
-        self.weights: Weights | None = None  # loaded last, for all pending requests
+        self.weights: Weights | None = None  # latest loaded, used by all pending requests
         self.latest: list[Future] = []  # futures of the latest `begin`
         self.outstanding = 0  # pending requests
         self.asking: TextIO | None = None  # lock file, locked in shared mode while requests are pending
@@ -90,7 +90,7 @@ class Servers:
         def start(earlier: Sequence[Future] = ()) -> None:
             try:
                 for future in earlier:
-                    future.result()  # an error ends all later requests too
+                    future.result()  # raises the error of the earlier requests
                 with self._holding(weights, given_up):
                     loaded.set_result(None)
                     self._send(requests(), given_up)
@@ -109,9 +109,9 @@ class Servers:
 
     @contextmanager
     def _holding(self, weights: Weights, given_up: threading.Event) -> Iterator[None]:
-        """Load weights into all living servers, and keep the servers from other weights inside the context.
+        """Load weights into all living servers, and lock the servers' weights inside the context.
 
-        Another learner, such as an evaluation, may load its weights between `bring` and the lock: then retry.
+        Retries if another learner, such as an evaluation, loads its weights between `bring` and the lock.
         """
         while True:
             self.bring(weights, given_up)
@@ -127,13 +127,13 @@ class Servers:
         began = time.monotonic()
         self.since, self.weights = self.since or began, weights
         with ThreadPoolExecutor(len(self.servers)) as pool, (self.folder / ASKING).open("a") as asking:
-            # Change no weights while any process has pending requests with other weights. Take ASKING first,
-            # because a pending request may need the other lock, to load weights into a restarted server.
+            # Do not change weights while any process has pending requests with others. Take the lock ASKING
+            # first: a pending request may need the other one, to load weights into a restarted server.
             while {*pool.map(lambda server: server.version(), self.servers)} - {None, weights.version}:
                 try:
                     flock(asking, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
-                except BlockingIOError:  # look again, because another process may load the same weights
+                except BlockingIOError:  # retry: another process may be loading the same weights
                     pause(POLL, given_up)
             with locked(self.folder / LOCK):
                 list(pool.map(self._join, self.servers))
@@ -175,11 +175,11 @@ class Servers:
             if requests and not self.outstanding:
                 self.asking = (self.folder / ASKING).open("a")
                 flock(self.asking, fcntl.LOCK_SH)
-                self._wake_up(self.alive)  # they stay awake, because `rest` cannot take this lock
+                self._wake_up(self.alive)  # `rest` cannot lock: they stay awake
             self.outstanding += len(requests)
         for future, uid, request in requests:
             future.add_done_callback(self._answered)
-            # Daemon threads: Python's exit waits for the threads of a ThreadPoolExecutor.
+            # Daemon threads, not a ThreadPoolExecutor, whose threads would delay Python's exit.
             work = threading.Thread(target=self._work, args=(future, uid, request, given_up), daemon=True)
             work.start()
 
@@ -191,11 +191,11 @@ class Servers:
             try:
                 flock(asking, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                return  # the last process with pending requests will do it
+                return  # left to the last process with requests
             for server in self.alive:
                 try:
                     self._send_to_sleep(server)
-                except OSError as error:  # it died: the next requests go elsewhere, or wait for it
+                except OSError as error:  # it died: later requests handle that
                     server.alive, server.last_error = False, str(error)
 
     def _send_to_sleep(self, server: Server) -> None:
@@ -206,7 +206,7 @@ class Servers:
             self.sleepers.add(server.url)
 
     def _wake_up(self, servers: Sequence[Server]) -> None:
-        """Wake servers up; the next request will find a server dead that does not answer."""
+        """Wake servers up; ignore dead ones, which the next request detects."""
         for server in servers if self.sleep_level else ():
             with suppress(OSError):
                 server.wake_up()
@@ -250,7 +250,7 @@ class Servers:
         while able := [server for server in self.servers if len(faults[server.url]) < TRIES]:
             with self._least_busy(able, faults) as server:
                 if server is not None:
-                    # Pause before a retry, because the fault may pass; a first try gets no pause.
+                    # Pause before a retry, because the fault may be temporary.
                     pause(PAUSE * len(faults[server.url]), given_up)
                     source = Source(server.url, server.joins)
                     try:
@@ -267,7 +267,7 @@ class Servers:
         raise ConnectionError(f"no server answers prompt '{uid}', asked {TRIES} times each: {errors}")
 
     def _look_at(self, server: Server, fault: Exception, uid: str) -> None:
-        """Check a server that did not answer; raise `WrongAnswer` if the request is at fault."""
+        """Check the state of a server that failed; raise `WrongAnswer` if the request is at fault."""
         assert self.weights is not None
         log.warning("%s did not answer prompt '%s', which is asked again: %s", server.url, uid, fault)
         with self.counting:
@@ -286,7 +286,7 @@ class Servers:
         """Load the weights into a server, unless it does not answer or already has them."""
         assert self.weights is not None
         wanted, has = self.weights.version, server.version()
-        if has not in (None, wanted, server.loaded):  # it is new, was restarted, or serves other runs too
+        if has not in (None, wanted, server.loaded):  # new, restarted, or shared with other runs
             server.joins += 1
             server.sums = ("", "")
         if has not in (None, wanted):

@@ -1,4 +1,4 @@
-"""Pending requests of several training steps, and which weights sample which tokens of an answer."""
+"""Pending requests of several training steps, with rules for which weights sample which tokens."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class StepsAhead:
     def begin(self, prompts: Sequence[Prompt], groups: list[Group], weights: Weights) -> None:
         """Send the requests of a step; with partial rollouts, continue the answers of earlier requests."""
         if self.begun and self.begun[-1].step == self.engine.stream.step:
-            self.begun.pop()  # requested again, because another process could not read one of its prompts
+            self.begun.pop()  # repeated, as another process dropped a prompt
         older = [begun for begun in self.begun if self.partial and begun.groups[0].newest < self.now]
         parts = [
             pair
@@ -67,7 +67,7 @@ class StepsAhead:
     def take(self, prompts: Sequence[Prompt], ask: Callable[[Sequence[Prompt]], None]) -> Begun:
         """Pop the pending requests for prompts, calling `ask` if there are none; complete their answers.
 
-        Near the end of a run, no later step would send requests that continue the answers, so `take` does.
+        `take` sends the continuations that no later step of the run would send.
         """
         begun = taken(self.begun, self.engine.stream.step, prompts, ask)
         if self.partial and self.published and begun.groups[0].newest < begun.step - 1:

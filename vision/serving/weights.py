@@ -61,7 +61,7 @@ class WeightsWriter:
         """
         if self.latest and any(map(is_shard, self.tensors().values())):
             return self.latest.version
-        # Include the settings of an adapter, because its scale is not a tensor.
+        # Hash an adapter's settings, too, because its scale is not a tensor.
         settings = self.policy.adapter.peft_config if self.policy.adapter else self.policy.model.config
         content = f"{of_tensors(self.tensors().values())} {settings}"
         return hashlib.sha256(content.encode()).hexdigest()[:DIGITS]
@@ -78,7 +78,7 @@ class WeightsWriter:
         if not path.is_dir():
             part = self.folder / f"{version}.{os.getpid()}.part"
             save(self.policy.adapter or self.policy.model, part)
-            part.rename(path)  # so that no folder is incomplete
+            part.rename(path)  # atomic: no incomplete folders
         used = self.written.pop(path, None) or path.with_suffix(".used").open("a")
         flock(used, fcntl.LOCK_SH)
         self.written[path] = used
@@ -89,7 +89,7 @@ class WeightsWriter:
 
 def save(model: Any, folder: Path) -> None:
     """Write a model with unsharded weights, from any process."""
-    # transformers would write on the first process only, but here any process may write for all.
+    # Any process may write for all, but transformers would write on the first process only.
     model.should_save_on_this_rank = lambda is_main_process: True
     try:
         model.save_pretrained(str(folder), state_dict=state_of(model))
@@ -124,5 +124,5 @@ def _let_go_of_all(written: Mapping[Path, TextIO]) -> None:
         if not folder.exists():  # a user removed it before the process ended
             used.close()
             continue
-        with locked(folder.parent / LOCK):  # another process may be about to use it
+        with locked(folder.parent / LOCK):  # another process may be locking it
             _let_go(folder, used)

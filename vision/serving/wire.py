@@ -1,4 +1,4 @@
-"""Requests to vLLM servers and their answers, as token ids and tensors.
+"""Requests to vLLM servers, and parsers of their responses, with token ids and tensors instead of text.
 
 So the chat template and the image processor run only here, not on the server. The format is `POST
 /inference/v1/generate` of vLLM 0.32 and 0.33 (`--enable-scale-out`); `vision/serving/families/` has
@@ -36,7 +36,7 @@ SERVED: dict[str, ServedFamily] = {
 FLOOR = -9999.0  # the server's value for a log-probability that is not finite
 FINAL_ONLY = 2  # output kind of vLLM without streaming, which would lose all but one of n answers
 RAW_VIEW = 3  # the extension type of bytes in vLLM's msgpack
-ECHO = "echo"  # key, not sent: token ids that the reply must contain, if they differ from those sent
+ECHO = "echo"  # local key: token ids that the reply must repeat, if not those sent
 NEVER = -100.0  # bias that is added to the logits of placeholders
 
 
@@ -65,11 +65,11 @@ class Sampling:
 
 
 class WrongAnswer(ValueError):
-    """Error: an answer does not belong to its request."""
+    """Raised if an answer does not belong to its request."""
 
 
 class WrongWeights(WrongAnswer):
-    """Error: an answer was sampled from other weights than the published weights."""
+    """Raised if an answer was sampled from other weights than the published ones."""
 
 
 # ---- requests
@@ -85,7 +85,7 @@ def request_of(
     n: int,
     salt: str,
 ) -> dict[str, Any]:
-    """Make the request for `n` answers to a prompt.
+    """Create the request for `n` answers to a prompt.
 
     Args:
         encoder: Encoder of the policy, for end tokens, placeholders and the normalisation of images.
@@ -212,7 +212,7 @@ def offsets(items: Sequence[Item], encoded: EncodedPrompt) -> list[int]:
 
 
 def packed(value: Any) -> bytes:
-    """Encode a value as msgpack, a tensor as vLLM does: (dtype, shape, bytes).
+    """Encode a value as msgpack, with tensors in vLLM's form: (dtype, shape, bytes).
 
     All lengths take four bytes, and all integers eight bytes.
     """

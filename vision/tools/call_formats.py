@@ -30,7 +30,7 @@ TAGGED_FORMATS = (parse_qwen_xml_calls, parse_glm_calls)
 def encode_transcript(
     encoder: PromptEncoder, prompt: Prompt, transcript: Transcript
 ) -> list[tuple[EncodedPrompt, Tensor]]:
-    """Return the encoded input and the token ids (t,) of every turn in a conversation's row."""
+    """Encode a transcript: return (encoded input, token ids (t,)) of every turn in its row."""
     tools, read, turns = transcript.tools, encoder.encode(prompt, transcript.tools), []
     for ids, replies in zip_longest(transcript.turns, transcript.replies):
         turns.append((read, ids))
@@ -77,7 +77,7 @@ def _check_reply(encoder: PromptEncoder, tools: Tools) -> None:
     else:
         try:
             after_call, after_words = encoder.template.after_calls(tools)
-            # Sampled calls stay plain text, so the text after a call must also fit after a plain answer.
+            # Sampled calls are plain text, so replies must render alike after an answer without a call.
             words = (
                 "" if after_call.endswith(after_words) else "other words than after an answer without calls"
             )

@@ -20,7 +20,7 @@ from mmrl.vision.tools.pool import Replies
 from mmrl.vision.tools.replies import content_of
 
 CALL = "call"  # tag `finish` of a turn after which the conversation continues
-# Text for the docstrings of engines that branch conversations.
+# Text that docstrings of engines which branch conversations share.
 INSTEAD = (
     "it takes the place of `vision.with_tools`, with the same `tool`; the state of an environment cannot be "
     "copied, so that conversations with environments cannot part"
@@ -43,10 +43,10 @@ class Conversation:
     temperature: float = 1.0
     shown: int = 0  # number of images and videos from tools
     finish: str = ""  # reason why the conversation ended
-    reads: list[EncodedPrompt] = field(default_factory=list)  # last encoding of each turn's prompt
+    reads: list[EncodedPrompt] = field(default_factory=list)  # latest encoding of each turn's prompt
     replies: list[Sequence[Message]] = field(default_factory=list)  # replies to every turn, with all media
     begins: list[int] = field(default_factory=lambda: [0])  # indices of turns with a rewritten prompt
-    recorded: list[dict[str, float]] = field(default_factory=list)  # numbers about every turn, by name
+    recorded: list[dict[str, float]] = field(default_factory=list)  # named numbers per turn
     first: int = 0  # index of the first turn; above 0 in later training rows of a conversation
     past: list[Tensor] = field(default_factory=list)  # ids (t,) of the turns before the first
     collect: Callable[[], Replies] | None = None  # waits for the replies to pending calls
@@ -88,7 +88,7 @@ class Conversation:
         return reads
 
     def go_on(self, reads: Sequence[EncodedPrompt], observed: Sequence[Message]) -> None:
-        """Append the replies `observed`, and store the prompts `reads` that `extended` returned for them."""
+        """Append the replies `observed`, and store the encoded prompts `reads` from `extended`."""
         if reads[-2] is not self.reads[-1]:
             self.begins.append(len(self.turns))
         *self.reads, self.read = reads
@@ -100,7 +100,7 @@ class Conversation:
 
     @property
     def transcript(self) -> Transcript:
-        """Return the turns up to the last one, and the replies before it as the policy read them."""
+        """Return the token ids of all turns, and the replies before the last turn as the policy read them."""
         turns = (*self.past, *(ids for _, ids in self.turns))
         return Transcript(self.schemas, turns, tuple(map(tuple, self.replies[: len(turns) - 1])), self.first)
 
@@ -196,7 +196,7 @@ def images_of(prompt: Prompt) -> list[Media]:
 
 
 def copied(talk: Conversation, index: int) -> Conversation:
-    """Copy a conversation between two turns, with another answer index; both copies can continue."""
+    """Copy a conversation between two turns, under another answer index; both can continue."""
     values = {field.name: getattr(talk, field.name) for field in fields(talk)}
     lists = {name: list(value) for name, value in values.items() if isinstance(value, list)}
     return replace(talk, index=index, **lists)

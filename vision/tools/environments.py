@@ -99,7 +99,7 @@ class Episode(Owner):
             return self.environment.reset(**given)
 
         def seeded() -> Any:
-            with global_seed(self.seed):  # a coroutine must finish inside this block, while the seed is set
+            with global_seed(self.seed):  # finish coroutines before the seed is restored
                 shown = reset()
                 return asyncio.run(awaited(shown)) if inspect.isawaitable(shown) else shown
 
@@ -133,7 +133,7 @@ class Episode(Owner):
 
 @dataclass(frozen=True)
 class LostEnvironment:
-    """Placeholder for an environment that may still change, because one of its calls timed out.
+    """Placeholder for an environment in an unknown state, because one of its calls timed out.
 
     The placeholder is false, and reading any attribute raises ToolFault.
     """

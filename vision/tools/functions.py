@@ -67,7 +67,7 @@ class Tool:
             target, name, call = function.entry.target, function.name, function.call
         check_tool(target, name)
         types, images = argument_types(target, name)
-        # The model names its arguments, but positional-only arguments need a call by position.
+        # Call by position, because the function may have positional-only arguments.
         by_name = [p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in parameters_of(target).values()]
         signature = inspect.signature(target).replace(parameters=by_name)
         return Tool(name, function, signature, types, images, schema_of(target, name, types), **call)

@@ -82,7 +82,7 @@ class Pool:
             answer = _with_retries(tool, arguments, chain.deadline, chain.limits)
             with self.changed:
                 if time.monotonic() >= chain.deadline:
-                    return  # too late: nobody waits for the answer
+                    return  # timed out: nobody waits
                 chain.answers.append(answer)
                 chain.begin()
                 self._start()
@@ -143,7 +143,7 @@ def _with_retries(tool: Tool, arguments: list[Any], deadline: float, limits: Lim
             return tool.convert(result, tool.name, limits)
         except ToolFault as fault:
             return Answer(fault=str(fault), cause=fault)
-        # Any exception ends only this call, including SystemExit and CancelledError.
+        # Catch all: even SystemExit and CancelledError end only this call.
         except BaseException as error:
             if not left or time.monotonic() >= deadline:
                 return Answer(fault=f"{type(error).__name__}: {error}", cause=error)

@@ -134,7 +134,7 @@ def marked(scene: Scene, text: str) -> str:
     # Try longer phrases first, so that a phrase is matched before its words. The text may have plurals.
     pattern = "|".join(rf"\b{re.escape(word)}(?:e?s)?\b" for word in sorted(wrong, key=len, reverse=True))
     pieces = re.split(f"({pattern})", text, flags=re.IGNORECASE)
-    # `re.split` returns text without a match and matches alternately.
+    # `re.split` returns unmatched text and matches in alternation.
     return "".join(
         f"<s style='color:{BAD}'>{html.escape(piece)}</s>" if i % 2 else html.escape(piece)
         for i, piece in enumerate(pieces)
@@ -151,7 +151,7 @@ def _answers(evaluation: Measured) -> dict[str, tuple[Prompt, list[Outcome]]]:
 
 def _evenly_spaced(items: Sequence[Any], num: int) -> Sequence[Any]:
     """Choose `num` evenly spaced items, or all if there are fewer."""
-    # Integer arithmetic, so that no item is repeated.
+    # Use integer arithmetic, so that no item is repeated.
     return [items[i * len(items) // num] for i in range(num)] if len(items) > num else items
 
 

@@ -1,1 +1,1 @@
-"""Checks of data, of the first step of a run and of metrics; findings state the fault and advice."""
+"""Checks of data, of a run's first step and of its metrics; findings state the fault and what to do."""

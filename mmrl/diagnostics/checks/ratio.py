@@ -1,4 +1,4 @@
-"""Checks at the start that policy and engine agree on log-probabilities of the first rollouts."""
+"""Startup checks that policy and engine agree on the log-probabilities of the first rollouts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def initial_ratio(
     if not valid.any():
         return
     logp = examined.replay()
-    # `unsteady`: difference of two equal passes, above 0 if the policy is random (dropout).
+    # `unsteady`: difference of two identical passes, above 0 if the policy is random (dropout).
     difference, unsteady = _difference(logp, noted, valid), _difference(logp, examined.replay(), valid)
     lossy = lossy_pieces(examined.config)
     if lossy and unsteady <= tolerance:
@@ -86,9 +86,9 @@ def importance_correction(examined: Examined) -> Iterator[Finding]:
 def _cause(
     examined: Examined, noted: Tensor, valid: Tensor, unsteady: bool, tolerance: float
 ) -> tuple[str, str]:
-    """Find the change to the policy that makes it agree with the engine; return cause and advice as text."""
+    """Find the change that makes policy and engine agree; return the cause and advice as text."""
     policy = examined.policy
-    # Try the cheap variants first: one pass, one pass per row, a new collection in float32.
+    # Try the cheap variants first: one pass, one pass per row, new rollouts in float32.
     with evaluating(policy.module):
         calm = examined.replay()
     if unsteady or _difference(calm, noted, valid) <= tolerance:

@@ -1,4 +1,4 @@
-"""Checks at the start that rewards apply, vary within groups, and prefer known-good answers."""
+"""Startup checks that rewards apply, vary within groups, and prefer known-good answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks at the start that the engine samples reproducibly and with the configured parameters."""
+"""Startup checks that the engine samples reproducibly and with the configured parameters."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def sampling_params(examined: Examined) -> Iterator[Finding]:
 def repeatable_rollouts(examined: Examined) -> Iterator[Finding]:
     """Check that the engine gives the same answers to the same prompts and seed, bit for bit.
 
-    Otherwise a run cannot be resumed exactly. The check samples twice more, so only `mmrl doctor` runs it.
+    Otherwise a run cannot be resumed exactly. As it samples twice more, only `mmrl doctor` runs it.
     """
     prompts = [prompt for prompt in examined.prompts[:REPEATED] for _ in range(2)]
     first, second = ([outcome for row in examined.ask(prompts) for outcome in row.outcomes] for _ in range(2))
@@ -81,7 +81,7 @@ def repeatable_rollouts(examined: Examined) -> Iterator[Finding]:
 
 
 def _overwritten(examined: Examined) -> Iterator[Finding]:
-    """Find numeric options that differ from the engine's attribute of the same name, except schedules."""
+    """Find numeric options whose configured value differs from the engine's attribute, except schedules."""
     pieces = examined.config.rollout.engine
     engines: list[Any] = [examined.engine]
     while hasattr(engines[-1], "engine"):  # a wrapper's inner engine

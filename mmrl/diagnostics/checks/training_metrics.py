@@ -1,8 +1,7 @@
 """Checks during training that warn if metrics indicate a faulty run.
 
 A record maps names to metrics of a step; evaluation metrics are `eval_x`, with interval bounds `eval_x/low`
-and `eval_x/high`. A check reports the first step with a fault, so its message does not change while the run
-continues.
+and `eval_x/high`. A check reports the first faulty step, so that its message does not change later.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ Pairs = list[tuple[int, float]]  # (step, value) of every record
 
 
 def _series(records: Records, name: str) -> Generator[Finding, None, Pairs]:
-    """Return the finite values of a metric with their steps; yield a finding if no record has it."""
-    # Look for evaluation metrics only in records of evaluations.
+    """Return the finite (step, value) pairs of a metric; first yield a finding if no record has it."""
+    # Evaluation metrics: skip records of steps without an evaluation.
     evaluated = [r for r in records if any(key.startswith("eval_") for key in r)]
     candidates = evaluated if name.startswith("eval_") else records
     if candidates and not any(name in record for record in candidates):

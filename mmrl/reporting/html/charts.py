@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#0f6fbf", "#d9622b", "#2b8a3e", "#8447b8", "#b8860b", "#0b8a8f", "#c2255c", "#5b6b7b")
-BELOW, ZERO, ABOVE = (217, 98, 43), (207, 214, 221), (15, 111, 191)  # RGB colours that `diverging` mixes
+BELOW, ZERO, ABOVE = (217, 98, 43), (207, 214, 221), (15, 111, 191)  # RGB ends and middle of `diverging`
 DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)))  # for lines 1 to 8, 9 to 16, 17 to 24
 # Size in points, close to the pixels of a phone screen, so that text stays legible.
 WIDTH, HEIGHT = 360, 220
-LEFT, RIGHT, TOP, BOTTOM = 60, 22, 16, 38  # fixed margins, so that the script knows where the axes are
+LEFT, RIGHT, TOP, BOTTOM = 60, 22, 16, 38  # fixed margins: the page's script needs them
 AXES = (LEFT / WIDTH, BOTTOM / HEIGHT, (WIDTH - LEFT - RIGHT) / WIDTH, (HEIGHT - TOP - BOTTOM) / HEIGHT)
 POINTS = {"line": 240, "area": 40}  # maximum number of points; longer lines are averaged in bins
 BANDS = 8  # largest number of lines whose intervals are shaded
@@ -40,7 +40,7 @@ class Line:
     label: str  # name in the legend
     x: Sequence[float]  # step of every point
     y: Sequence[float]  # NaN leaves a gap
-    place: int = 0  # index of colour and dashes; the same for a run in all charts
+    place: int = 0  # index of colour and dashes, per run
     band: Sequence[tuple[float, float]] = ()  # interval (low, high) of every point; empty: none
 
     @property
@@ -78,7 +78,7 @@ def chart(lines: Sequence[Line], kind: Literal["line", "area"] = "line", *, unit
         figure = Figure((WIDTH / 72, HEIGHT / 72), dpi=72)
         axes = figure.add_axes(AXES)
         axes.set_xlabel("step")
-        axes.locator_params(nbins=5, steps=[1, 2, 5, 10])  # no 2.5, which needs one more digit
+        axes.locator_params(nbins=5, steps=[1, 2, 5, 10])  # no ticks at 2.5
         axes.locator_params(axis="x", integer=True)
         axes.margins(x=0, y=0.04)
         (draw_lines if kind == "line" else draw_areas)(axes, lines)
@@ -86,7 +86,7 @@ def chart(lines: Sequence[Line], kind: Literal["line", "area"] = "line", *, unit
             axes.set_xticks([*steps])  # a single step: no ticks at fractions of steps
         svg = svg_of(figure)
 
-    # The page's script reads the values at the cursor from these points.
+    # Points in JSON, from which the page's script shows the values at the cursor.
     points = [[[rounded(x) for x in line.x], [rounded(y) for y in line.y]] for line in lines]
     data = {"box": [LEFT, WIDTH - RIGHT, *map(float, axes.get_xlim())], "lines": points}
     legend = [(style_of(line.place)[0], line.label, finite(line.y)[-1]) for line in lines]
@@ -103,7 +103,7 @@ def draw_lines(axes: Axes, lines: Sequence[Line]) -> None:
             axes.fill_between(line.x, low, high, color=colour, alpha=0.13, linewidth=0)
         if len(line.x) >= SMOOTHED:
             axes.plot(line.x, line.y, color=colour, linewidth=1, alpha=0.28)
-        # Do not clip, because the first and the last dot lie on the edges of the axes.
+        # Do not clip: the first and the last dot lie on the edges of the axes.
         dots = {"marker": "o", "markersize": 4.5, "clip_on": False, "markevery": dotted(line.y)}
         axes.plot(line.x, smooth(line.y), color=colour, linestyle=dash, linewidth=1.8, **dots)
     low, high = axes.dataLim.intervaly
@@ -143,7 +143,7 @@ def svg_of(figure: Figure) -> str:
 
 
 def binned(line: Line, kind: str) -> Line:
-    """Average the points of a long line in bins; each bin becomes a point at its last step."""
+    """Downsample a long line: average in bins, with the last step of the bin as x."""
     most, size = POINTS[kind], len(line.x)
     if size <= most:
         return line
@@ -154,7 +154,7 @@ def binned(line: Line, kind: str) -> Line:
 
 
 def smooth(values: Sequence[float]) -> Sequence[float]:
-    """Compute a running mean over a window of 1/8 of the values; return few values unchanged."""
+    """Compute a running mean over a window of 1/8 of the values; short series stay unchanged."""
     if len(values) < SMOOTHED:
         return values
     reach = len(values) // 16
@@ -175,7 +175,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def dotted(values: Sequence[float]) -> list[int]:
-    """Return the indices of points to mark by a dot: all of a short line, else isolated points."""
+    """Return the indices of points to draw as dots: all of a short line, else points between gaps."""
     padded = [math.nan, *values, math.nan]
     alone = (not math.isfinite(padded[i]) and not math.isfinite(padded[i + 2]) for i in range(len(values)))
     return [i for i, lonely in enumerate(alone) if lonely or len(values) < 12]

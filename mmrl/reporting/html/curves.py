@@ -26,7 +26,7 @@ class Panel:
     title: str
     unit: str
     patterns: str
-    but: str = "*/low */high"  # excludes the bounds of intervals
+    but: str = "*/low */high"  # no bounds of intervals
 
     def label(self, name: str) -> str:
         """Return a metric's legend: its name, or if there is one pattern, the part that `*` matches."""
@@ -81,7 +81,7 @@ PANELS = (
     Panel("throughput in steps", "steps of rollouts a second", "time/steps_per_second"),
     Panel("energy", "joules a step, whole devices", "energy/*"),
 )
-# `OTHERS` shows every metric that no other panel matches, except metrics that match these patterns.
+# Metrics that match these patterns are not shown in `OTHERS`, the panel of all remaining metrics.
 LEFT_OUT = "*/low */high step step_time time/* *_std */std completions/* rewards/* eval_*"
 OTHERS = Panel("others", "value", "*", but=LEFT_OUT)
 SAME = 1e-6  # relative difference below which numbers count as equal
@@ -118,7 +118,7 @@ def metrics_by_panel(runs: Runs) -> dict[Panel, list[str]]:
         return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns.split())}
 
     inside = {panel: matching(panel.patterns) - matching(panel.but) for panel in (*PANELS, OTHERS)}
-    inside[OTHERS] -= matching(" ".join(panel.patterns for panel in PANELS))  # even if excluded by `but`
+    inside[OTHERS] -= matching(" ".join(panel.patterns for panel in PANELS))  # also those excluded by `but`
     return {panel: sorted(members) for panel, members in inside.items()}
 
 
@@ -128,7 +128,7 @@ def is_finite(record: Mapping[str, Any], *names: str) -> bool:
 
 
 def constants(runs: Runs, names: Sequence[str]) -> dict[str, float]:
-    """Return the metrics that are constant (at least two values, all equal, in all runs) and their values."""
+    """Return the metrics that have one constant value over all steps and runs, with this value."""
     flat = {}
     for name in names:
         values = [y for records in runs.values() for y in finite(line_of(name, records, name).y)]
@@ -155,7 +155,7 @@ def seconds_of(record: Mapping[str, Any]) -> dict[str, float]:
         for name, seconds in record.items()
         if name.startswith("time/") and not name.endswith("_per_second")
     }
-    rest = record.get("step_time", 0.0) - sum(parts.values())  # can be below 0 by rounding
+    rest = record.get("step_time", 0.0) - sum(parts.values())  # below 0 by rounding
     return {name: max(0.0, value) for name, value in {**parts, "other": rest}.items()}
 
 

@@ -62,7 +62,7 @@ def figure_of(title: str, unit: str, lines: Sequence[Line]) -> str:
         axes.set(xlabel="step", ylabel=unit, title=printable(title))
         axes.locator_params(axis="x", integer=True)
         handles = [axes.plot([], [], color=line.colour, linestyle=line.dash)[0] for line in lines]
-        # matplotlib leaves out labels that begin with an underscore, so texts are set afterwards.
+        # Set label texts afterwards: matplotlib leaves out labels that begin with an underscore.
         drawn = figure.legend(handles, [str(i) for i in range(len(lines))], loc="lower left", frameon=False)
         for text, line in zip(drawn.get_texts(), lines, strict=True):
             text.set_text(printable(line.label))
@@ -75,7 +75,7 @@ def printable(text: str) -> str:
 
 
 def write_csv(path: Path, lines: Sequence[Line]) -> None:
-    """Write the points of lines with their bounds, empty where there are none."""
+    """Write the points of lines with their interval bounds; empty cells if there are none."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["run", "step", "value", "low", "high"])

@@ -65,7 +65,7 @@ def document(
         sections=[section for section in sections if section[2]],
         style=style,
         script=code,
-        # The content security policy allows this script by its hash, but no script of a visualization.
+        # The content security policy allows only this script, by its hash, so fragments cannot run scripts.
         digest=base64.b64encode(hashlib.sha256(code.encode()).digest()).decode(),
     )
 
@@ -95,12 +95,12 @@ def metric_table(columns: Mapping[str, Any], heads: Sequence[str] = ()) -> Marku
 
 
 def breakable(name: str) -> Markup:
-    """Allow line breaks after the punctuation of a name, not within its words."""
+    """Allow line breaks after punctuation in a name, by HTML's <wbr>."""
     return Markup(re.sub(r"([/_.:=-])(?=\w)", r"\1<wbr>", str(escape(name))))
 
 
 def amount(value: float, digits: int = 3) -> str:
-    """Format an amount with three significant digits and a suffix: k, M, G or T."""
+    """Format a number with three significant digits and a suffix: k, M, G or T."""
     if not math.isfinite(value):
         return "–"
     value = float(f"{value:.{digits}g}")

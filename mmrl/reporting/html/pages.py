@@ -28,7 +28,7 @@ from mmrl.reporting.rollout_mismatch import mismatch_rows
 log = logging.getLogger("mmrl")
 
 TILES = 4  # maximum number of held-out metrics at the top of the page
-# Prefixes of held-out metrics that measure costs or lengths, not quality.
+# Prefixes of held-out metrics about costs or lengths, which are not shown at the top.
 COSTS = ("completions/", "denoising/", "seconds_per_prompt", "peak_memory_bytes")
 ABSENT = Markup("<small>not set</small>")
 
@@ -145,7 +145,7 @@ def comparison(runs: Sequence[RunFolder], *, stages: bool = False, group: Sequen
 
 
 def paired(columns: Mapping[str, Column]) -> Markup:
-    """Render the differences of the last evaluations from the first run or group, over the same prompts."""
+    """Render paired differences (same prompts) between the first run or group and the others."""
     if len(columns) < 2:
         return Markup()
     rows, notes = paired_rows(columns)
@@ -155,7 +155,7 @@ def paired(columns: Mapping[str, Column]) -> Markup:
 
 
 def origin(runs: Mapping[str, RunFolder]) -> Markup:
-    """Render commit, packages, devices, seconds and energy of every run."""
+    """Render the table of commit, packages, devices, seconds and energy of every run."""
     titles, rows, notes = cost_rows(runs)
     return table(titles, rows) + macros().note(f"Seconds and joules of reported steps; {'; '.join(notes)}.")
 

@@ -103,7 +103,7 @@ def change_rows(changes: Sequence[Change], names: Sequence[str]) -> tuple[list[s
 
 
 def notes_on(joined: Joined, names: Sequence[str]) -> list[str]:
-    """Return sentences that count the prompts in both evaluations, in only one, and left out."""
+    """Return sentences with the numbers of prompts in both evaluations, in only one, and left out."""
     notes = [f"{len(joined.pairs)} prompts are in both"]
     for name, count in zip(names, (joined.only_first, joined.only_second), strict=True):
         notes += [f"{count} only in {name}"] if count else []
@@ -124,8 +124,8 @@ def rows_section(
 
     Args:
         rows: Rows of the page, each with one or two sides. A side has one evaluation's answers to a prompt.
-        measures: Columns by which the reader can order the rows.
-        shows: Groups of rows that a filter can select.
+        measures: Columns by which rows can be sorted on the page.
+        shows: Options of the filter, such as only prompts that changed.
         names: Names of the two sides; empty if there is one.
     """
     images: dict[bytes, int] = {}

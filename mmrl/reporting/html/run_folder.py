@@ -15,7 +15,7 @@ from mmrl.reporting.answers import NUMBER, TEXT, check_type
 from mmrl.reporting.metrics import EVALUATION, VISUALIZATIONS, Journal, of_training
 from mmrl.runtime.folders import mark_of
 
-LISTS = {"rewards", "advantage", "metrics", "rollout.engine"}  # lists whose items are compared one by one
+LISTS = {"rewards", "advantage", "metrics", "rollout.engine"}  # lists that are flattened by item
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class RunFolder:
     warnings: Sequence[str]
     visualizations: str  # HTML fragments, inserted without escaping
     startup_warnings: Sequence[str] = ()  # warnings of the checks at the first step
-    made: Mapping[str, Any] = field(default_factory=dict)  # marker file: packages, code, machine
+    made: Mapping[str, Any] = field(default_factory=dict)  # the run's record: packages, code, machine
 
     @property
     def done(self) -> int:
@@ -67,7 +67,7 @@ class RunFolder:
         return totals
 
     def ends(self, name: str) -> tuple[float, float]:
-        """Return a metric's means over the first and the last tenth of its finite values; NaN without any."""
+        """Return a metric's mean over the first tenth of its finite values, and over the last tenth."""
         values = [value for record in self.records if math.isfinite(value := record.get(name, math.nan))]
         if not values:
             return math.nan, math.nan
@@ -144,7 +144,7 @@ def read_evaluation(folder: Path, records: Sequence[Mapping[str, Any]]) -> tuple
 
 
 def flattened(value: Any, place: str = "") -> dict[str, Any]:
-    """Flatten nested settings to a mapping of dotted keys; a piece without options becomes its name."""
+    """Flatten nested settings to dotted keys; a piece without options becomes its name."""
     match value:
         case {"name": name, **options} if place:
             return {place: name} | (flattened(options, place) if options else {})

@@ -60,7 +60,7 @@ class RunGroup:
 
     @cached_property
     def records(self) -> list[dict[str, Any]]:
-        """One record per step: every metric's mean over runs, and its lowest and highest value as bounds."""
+        """One record per step: each metric's mean, lowest and highest value over runs."""
         steps: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
         for run in self.runs:
             for record in run.records:
@@ -98,7 +98,7 @@ def _merged(step: int, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {"step": step}
     for name in names:
         if name.endswith(BOUNDS) and name.rpartition("/")[0] in names:
-            continue  # of the interval over prompts within one run
+            continue  # bounds within one run: replaced by the range over runs
         values = finite([record[name] for record in records if name in record])
         merged[name] = mean(values)
         merged |= {f"{name}/low": min(values), f"{name}/high": max(values)} if values else {}
@@ -125,7 +125,7 @@ def group_runs(runs: Mapping[str, RunFolder], by: Sequence[str] = ()) -> dict[st
     members: dict[str, list[str]] = {}
     for name, flat in settings.items():
         kept = {key: flat.get(key) for key in by} if by else _without(flat, "seed", *UNTOLD)
-        # Without a configuration it is unknown whether runs belong together.
+        # Without a recorded configuration, a run joins no group.
         members.setdefault(repr(sorted(kept.items())) if flat else name, []).append(name)
     grouped: dict[str, Column] = {}
     for names in members.values():
@@ -143,7 +143,7 @@ def _without(flat: Mapping[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def _title(names: Sequence[str], flat: Mapping[str, Any], by: Sequence[str]) -> str:
-    """Name a group by its keys, else by the beginning that the names of its runs share."""
+    """Name a group by its keys, else by the common prefix of its runs' names."""
     if by:
         return ", ".join(f"{key.rpartition('.')[2]}={flat.get(key, 'not set')}" for key in by)
     if len(names) == 1:
@@ -161,7 +161,7 @@ def members_of(column: Column) -> Sequence[RunFolder]:
 
 
 def paired_rows(columns: Mapping[str, Column]) -> tuple[list[list[str]], list[str]]:
-    """Compare the last stored answers of every other group with those of the first, prompt by prompt.
+    """Compare every group's last stored answers with the first group's, prompt by prompt.
 
     Returns:
         Rows of a table: measure, group, difference with a 95 % interval, prompts, and numbers of runs; and
@@ -220,7 +220,7 @@ def _signed(value: float) -> str:
 
 
 def cost_rows(runs: Mapping[str, RunFolder]) -> tuple[list[str], list[list[str]], list[str]]:
-    """Return titles and rows (a run each) of seed, commit, devices, steps, seconds and energy, and notes."""
+    """Return column titles, a row per run (seed, commit, devices, steps, seconds, energy), and notes."""
     versions = {name: list(run.made.get("versions", ())) for name, run in runs.items()}
     shared = [
         text for text in next(iter(versions.values())) if all(text in some for some in versions.values())

@@ -57,7 +57,7 @@ class Sample:
 
 
 def read_samples(folder: Path, weights: Mapping[str, float]) -> list[Sample]:
-    """Read rollouts of some training steps, highest reward first; steps and rows with media are preferred.
+    """Read rollouts of some training steps, highest reward first; prefer steps and rows with media.
 
     `weights` maps reward names to weights; the sum is used for rows without the column `reward`.
     """

@@ -21,7 +21,7 @@ def tokens(config: Any) -> Tensor:
 
 
 def layout(processor: Any, config: Any, rows: int, columns: int) -> tuple[str, str, str]:
-    """Return begin-of-image and end-of-image, with no text between the rows of tokens."""
+    """Return the texts before an image, after each row (none) and after the image."""
     return processor.image_start_token, "", processor.image_end_token
 
 

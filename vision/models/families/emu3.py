@@ -12,7 +12,7 @@ from mmrl.vision.models.family import Inputs, VLMFamily, linear, split_images
 from mmrl.vision.models.image_rules import ImageRules
 
 LINE = "<|extra_200|>"  # ends a row of image tokens
-# Texts without control tokens, as Emu3-Gen reads them; the processor puts BOS before.
+# Template for Emu3-Gen, which reads plain texts without control tokens; the processor adds BOS.
 TEMPLATE = (
     "{% for m in messages %}{% for c in m['content'] %}"
     "{% if c['type'] == 'image' %}<image>{% else %}{{ c['text'] }}{% endif %}{% endfor %}"
@@ -40,7 +40,7 @@ def layout(processor: Any, config: Any, rows: int, columns: int) -> tuple[str, s
 
 
 def size(config: Any) -> tuple[int, int]:
-    """Return the size of a square of the processor's area for generated images."""
+    """Return the default size: a square with the processor's area for generated images."""
     from transformers import Emu3Processor
 
     length = round(math.sqrt(Emu3Processor.image_area) / side(config)) * side(config)

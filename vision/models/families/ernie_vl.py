@@ -17,7 +17,7 @@ def positions(core: nn.Module, inputs: Inputs) -> Tensor:
 
 
 def _count(core: nn.Module, inputs: Inputs) -> dict[int, int]:
-    """Count media features by token id: squares of patches are merged, and pairs of video frames, too."""
+    """Count media features by token id; the model merges squares of patches, and pairs of video frames."""
     counts, config = count_grids(core, inputs), cast(Any, core.config)
     steps = {config.video_token_id: config.vision_config.temporal_merge_size}
     return {token: count // steps.get(token, 1) for token, count in counts.items()}

@@ -7,7 +7,7 @@ from mmrl.vision.models.family import VLMFamily, linear, patches, per_image, spl
 FAMILIES = {
     "deepseek_vl": VLMFamily(linear, per_image(patches), split_images),
     "internvl": VLMFamily(linear, per_image(lambda c: c.image_seq_length), split_images),
-    # Pixel shuffle merges squares of patches; pixel values have the shape (1, tiles, ...).
+    # Families with pixel shuffle, which merges squares of patches; pixel values are (1, tiles, ...).
     **dict.fromkeys(
         ("smolvlm", "idefics3"),
         VLMFamily(linear, per_image(lambda c: patches(c) // c.scale_factor**2, axis=1)),

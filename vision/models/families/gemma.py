@@ -37,7 +37,7 @@ def as_weights(core: nn.Module, media: Inputs) -> dict[str, Tensor]:
 def count_pooled(core: nn.Module, inputs: Inputs) -> dict[int, int]:
     """Count the media features of Gemma 4 by token id, without padding.
 
-    A square of patches of an image or video frame gives one feature; so do four frames of a spectrum.
+    A square of patches of an image or video frame becomes one feature; so do four frames of a spectrum.
     """
     config: Any = core.config
     square = config.vision_config.pooling_kernel_size**2
@@ -80,7 +80,7 @@ def by_image(config: Any) -> bool:
 
 
 FAMILIES = {
-    # In transformers 5.23, a padded sound makes all gradients of the audio tower NaN.
+    # The audio tower is frozen: in transformers 5.23, a padded sound makes all of its gradients NaN.
     "gemma3n": VLMFamily(
         linear,
         count_sounds,

@@ -15,18 +15,18 @@ from mmrl.vision.models.image_rules import ImageRules
 
 
 def tokens(config: Any) -> Tensor:
-    """Return the ids after those of texts."""
+    """Return the ids of the image tokens, which follow those of the text vocabulary."""
     return config.text_config.vocab_size + torch.arange(config.vq_config.num_embeddings)
 
 
 def size(config: Any) -> tuple[int, int]:
-    """Return the size that has as many tokens as the vision tower has patches."""
+    """Return the image size with as many tokens as the vision tower has patches."""
     length = config.vision_config.image_size // config.vision_config.patch_size * side(config)
     return length, length
 
 
 def encode(core: Any, values: Tensor) -> Tensor:
-    """Find the code of the nearest direction, because the decoder reads normalised code vectors.
+    """Quantise by cosine similarity to the codes, because the decoder reads normalised code vectors.
 
     transformers 5.23 compares lengths, too; the model's own code normalises both sides.
     """

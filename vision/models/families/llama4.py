@@ -28,7 +28,7 @@ class Llama4Core:
             layer.self_attn.attn_temperature_tuning = False
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "model":  # `model` is not set yet while a copy is made
+        if name.startswith("__") or name == "model":  # `model` is not set yet during `copy`
             raise AttributeError(name)
         return getattr(self.model, name)
 

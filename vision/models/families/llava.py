@@ -53,7 +53,7 @@ def count_tiles(core: nn.Module, inputs: Inputs) -> dict[int, int]:
 
 
 FAMILIES = {
-    # One feature per patch, and one for the class token if it is used.
+    # Feature counts: one per patch, and one for the class token if it is used.
     "llava": VLMFamily(
         linear,
         per_image(lambda c: patches(c) + (c.vision_feature_select_strategy == "full")),

@@ -38,7 +38,7 @@ def rows_last(core: nn.Module, media: Inputs) -> dict[str, Tensor]:
 
 
 def _number(processor: Any, ids: Tensor, text: str) -> tuple[str, dict[str, Any]]:
-    """Number the media of a reply, so that the numbers of each kind continue those of the conversation.
+    """Number the media of a reply, continuing the conversation's numbers of each kind of media.
 
     The processor would number the media of every text from 0. Version 4.7 does not number videos. Returns
     the numbered text, and the option that turns the processor's numbering off.

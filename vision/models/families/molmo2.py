@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mmrl.vision.models.family import Inputs, VLMFamily, linear
 
-# Config keys of image tokens in released models; the config class of transformers 5.23 lacks the last two.
+# Config keys of image tokens; the config class of transformers 5.23 lacks the last two.
 TOKENS = (
     *("image_patch_id", "image_start_token_id", "low_res_image_start_token_id", "image_end_token_id"),
     *("frame_start_token_id", "frame_end_token_id", "image_col_id", "image_low_res_id"),
@@ -41,7 +41,7 @@ def count(core: nn.Module, inputs: Inputs) -> dict[int, int]:
 
 
 def _starts(media: Inputs) -> Tensor:
-    """Return, for each pooled feature, the index (features, 1) of the first patch of its image."""
+    """Return the index (features, 1) of the first patch in the image of each pooled feature."""
     crops, grids = media["image_num_crops"], media["image_grids"]
     starts = (crops.cumsum(0) - crops) * media["pixel_values"].shape[1]
     return starts.repeat_interleave(grids[:, :2].prod(-1) + grids[:, 2:].prod(-1))[:, None]
@@ -50,7 +50,7 @@ def _starts(media: Inputs) -> Tensor:
 def from_each_image(inputs: Inputs) -> dict[str, Tensor]:
     """Make patch indices relative to their image (from 1; 0: no patch), and convert videos to images.
 
-    Then tensors of several prompts can be concatenated and padded with 0. The model computes a video as an
+    So tensors of several prompts can be concatenated and padded with 0. The model computes a video as an
     image without tiles, and refuses images and videos in a batch. Raises ValueError for a prompt with both.
     """
     inputs = dict(inputs)
@@ -72,7 +72,7 @@ def from_each_image(inputs: Inputs) -> dict[str, Tensor]:
 
 
 def from_the_first(core: nn.Module, media: Inputs) -> dict[str, Tensor]:
-    """Undo `from_each_image`: make patch indices relative to the batch (from 0; -1: no patch)."""
+    """Convert patch indices from per-image to batch-wide (from 0; -1: no patch); undoes `from_each_image`."""
     if "pixel_values" not in media:
         return dict(media)
     pooled = media["image_token_pooling"]

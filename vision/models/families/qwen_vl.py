@@ -33,7 +33,7 @@ def mrope(core: nn.Module, inputs: Inputs, rate: float | None = None, steps: int
             time = torch.arange(frames // (steps if kinds[at] == 2 else 1))
             if kinds[at] == 2 and rate is not None:
                 time = (time * next(seconds, 1.0) * rate).long()
-            # Grids count patches; a feature merges a square of patches.
+            # Convert grids of patches to grids of features (merged squares of patches).
             rows, columns = (torch.arange(side // vision.spatial_merge_size) for side in (height, width))
             part = torch.cartesian_prod(time, rows, columns).T
         parts.append(part + start)

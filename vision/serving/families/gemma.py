@@ -30,7 +30,7 @@ def _shape(encoder: PromptEncoder, part: Inputs, uid: str) -> dict[str, Field]:
 
 
 def _frames(encoder: PromptEncoder, encoded: EncodedPrompt) -> list[Item]:
-    """Make an item of every image and every video frame; in the prompt, a frame follows its time stamp."""
+    """Create an item per image and per video frame; in the prompt, each frame follows its time stamp."""
     config: Any = encoder.core.config
     split, items = family_of(config).split, []
     assert split is not None

@@ -17,7 +17,7 @@ from mmrl.vision.serving.served_family import (
 
 
 def _frames(encoder: PromptEncoder, encoded: EncodedPrompt) -> list[Item]:
-    """Make an item of every image and of every time step of a video.
+    """Create an item per image and per time step of a video.
 
     In prompts of Qwen3-VL, a time stamp precedes every time step. The vision tower encodes each step alone,
     with the positions of an image. For a `video` item, vLLM would look for further time steps after the

@@ -12,7 +12,7 @@ def _tile(encoder: PromptEncoder, part: Inputs, uid: str) -> dict[str, Field]:
 
 
 def _tiles(encoder: PromptEncoder, encoded: EncodedPrompt) -> list[Item]:
-    """Make an item of every tile of `pixel_values` and `pixel_attention_mask`, which are (1, tiles, ...)."""
+    """Create an item per tile of `pixel_values` and `pixel_attention_mask`, which are (1, tiles, ...)."""
     names = ("pixel_values", "pixel_attention_mask")
     tiles = range(encoded.media[names[0]].shape[1])
     parts = [{name: encoded.media[name][:, i : i + 1] for name in names} for i in tiles]

@@ -1,4 +1,4 @@
-"""Send tensors from a learner to the workers of a vLLM server, over gloo. Used on both sides.
+"""Transfer of tensors from a learner to the workers of a vLLM server over gloo; used by both.
 
 Names, dtypes and shapes travel ahead as JSON, tensors as bytes. Nothing is pickled.
 """
@@ -28,7 +28,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def listen(address: str, timeout: float) -> Any:
-    """Open the store at which the learner and the workers meet, on a free port."""
+    """Open the TCP store, on a free port, through which learner and workers form their process group."""
     wait = timedelta(seconds=timeout)
     return dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=wait)
 

@@ -23,7 +23,7 @@ KEPT: list[tempfile.TemporaryDirectory[str]] = []  # folder of the latest adapte
 
 
 def plain_linear(layer: Any, remove_weight: bool) -> None:
-    """Make a layer compute with its weights directly, without a packed copy."""
+    """Replace a linear layer's forward by one that uses its weights directly, without a packed copy."""
     layer.cpu_linear = torch.nn.functional.linear
 
 
@@ -38,7 +38,7 @@ class Reloadable:
     With packing, a CPU server would still use packed copies of old weights. GPU servers do not pack weights.
     """
 
-    parallel_config: Any  # attributes that the worker of vLLM has
+    parallel_config: Any  # attribute of vLLM's worker
     device: Any
 
     def receive_adapter(self, meeting: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
@@ -59,7 +59,7 @@ class Reloadable:
 
 @dataclass
 class Nothing:
-    """Empty initialisation data: the learner sends everything with each update."""
+    """Empty initialisation data, because the learner sends all data with each update."""
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Broadcast(base.WeightTransferEngine):
         reload.initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
-        """Process the weights of all layers for computation."""
+        """Convert the loaded weights of all layers to vLLM's internal layout."""
         reload.finalize_layerwise_reload(self.model, self.model_config)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
