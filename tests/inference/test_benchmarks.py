@@ -164,7 +164,7 @@ def build_dataset(name):
 
 @pytest.fixture
 def vlmeval(tmp_path, monkeypatch):
-    """Put a package with the functions that mmrl calls of VLMEvalKit on the path; yield a command for a tiny model."""
+    """Put a package with the functions of VLMEvalKit that mmrl calls on the path; yield a command."""
     for name, text in STAND_IN.items():
         (tmp_path / "packages/vlmeval").mkdir(parents=True, exist_ok=True)
         (tmp_path / f"packages/vlmeval/{name}.py").write_text(text)
