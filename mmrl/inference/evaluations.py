@@ -254,6 +254,7 @@ class Rescored:
     predictions: Predictions
     values: Mapping[str, float]
     draws: Mapping[str, Tensor]
+    units: Mapping[str, int]  # number of independent units behind each metric
     interval: Callable[..., tuple[float, float]]
 
 
@@ -276,8 +277,11 @@ def rescore(stored: StoredEvaluation, changes: Mapping[str, Any]) -> Rescored:
     evaluator = make_evaluator(config, prompts, engine.policy, Processes(), engine)
     measured = evaluator.measure(intervals=False)
     draws = evaluator.resample(measured.table)
+    units = evaluator.units(measured.table, draws)
     values = {name: float(measured.metrics.get(name, math.nan)) for name in draws}
-    return Rescored(_with_rewards(stored.predictions, rows, measured), values, draws, evaluator.interval)
+    return Rescored(
+        _with_rewards(stored.predictions, rows, measured), values, draws, units, evaluator.interval
+    )
 
 
 def _with_rewards(predictions: Predictions, rows: Sequence[Row], measured: Measured) -> Predictions:
@@ -297,12 +301,11 @@ def _with_rewards(predictions: Predictions, rows: Sequence[Row], measured: Measu
 def rescored_metrics(stored: StoredEvaluation, changes: Mapping[str, Any]) -> list[MetricChange]:
     """Compare the metrics of stored answers before and after a change of settings, with paired intervals."""
     before, after = stored.scored_again, rescore(stored, changes)
-    prompts = len(stored.prompts)
     pairs = [(name, name) for name in after.draws if name in before.draws]
     pairs = pairs or [(next(iter(before.draws)), next(iter(after.draws)))]
     found = []
     for old, new in pairs:
-        low, high = before.interval(after.draws[new] - before.draws[old], prompts, difference=True)
+        low, high = before.interval(after.draws[new] - before.draws[old], after.units[new], difference=True)
         name, a, b = new if old == new else f"{old} -> {new}", before.values[old], after.values[new]
         if old != new or abs(a - b) > EQUAL or low != high:
             found.append(MetricChange(name, a, b, low, high))
