@@ -87,6 +87,7 @@ class Resampled:
     uids: tuple[str, ...]
     values: Mapping[str, float]
     draws: Mapping[str, Tensor]  # values of each metric on bootstrap samples of the prompts
+    units: Mapping[str, int]  # number of independent units behind each metric
 
 
 def measure(
@@ -114,7 +115,7 @@ def measure(
     draws = evaluator.resample(measured.table)
     values = {name: float(measured.metrics[name]) for name in draws}
     costs[SECONDS] = statistics.median(engine.seconds)  # the median is robust to interrupted calls
-    return Resampled(measured.table.uids, values, draws), costs
+    return Resampled(measured.table.uids, values, draws, evaluator.units(measured.table, draws)), costs
 
 
 class TimedEngine:
@@ -148,14 +149,13 @@ def describe(
             f"settings are compared prompt by prompt, but the first answered {len(first.uids)} rows and "
             f"another {len(result.uids)}, or other ones; use the same wrappers of engines in all settings"
         )
-    values, draws = result.values, result.draws
-    prompts = len(set(result.uids))
-    quality = {name: (values[name], *evaluator.interval(drawn, prompts)) for name, drawn in draws.items()}
+    values, draws, units = result.values, result.draws, result.units
+    quality = {name: (values[name], *evaluator.interval(drawn, units[name])) for name, drawn in draws.items()}
     difference = {
         # Paired: prompts that are hard for both settings add no variance to the difference.
         name: (
             values[name] - first.values[name],
-            *evaluator.interval(drawn - first.draws[name], prompts, difference=True),
+            *evaluator.interval(drawn - first.draws[name], units[name], difference=True),
         )
         for name, drawn in draws.items()
         if name in first.draws

@@ -132,9 +132,9 @@ def test_what_was_measured_stays_when_a_later_setting_fails(config, tmp_path):
 
 
 def test_the_gap_of_answers_to_other_prompts_is_refused():
-    first = pareto.Resampled(("p0", "p1"), {}, {})
+    first = pareto.Resampled(("p0", "p1"), {}, {}, {})
     with pytest.raises(ValueError, match="the first answered 2 rows and another 1"):
-        pareto.describe(None, pareto.Resampled(("p0",), {}, {}), first, {}, {})
+        pareto.describe(None, pareto.Resampled(("p0",), {}, {}, {}), first, {}, {})
 
 
 def test_a_clock_knows_how_long_a_prompt_takes(monkeypatch):

@@ -1,9 +1,13 @@
-"""Settings of an evaluation: named sets of changes, each of which gives one configuration."""
+"""Changes of an evaluation's settings, by dotted key: those that it names, and those of another one."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
+from mmrl.config.changes import ABSENT
 from mmrl.config.loading import ConfigError, merge, nearest
 from mmrl.config.plain import nested
 from mmrl.config.schema import EvaluateConfig, as_plain, parse
@@ -40,3 +44,18 @@ def setting_of(config: EvaluateConfig, name: str) -> EvaluateConfig:
                 "with the same draws and rewards; change the policy and the engine of the evaluation alone"
             )
     return changed
+
+
+def changed_config(config: EvaluateConfig, changes: Mapping[str, Any]) -> EvaluateConfig:
+    """Return a configuration with some settings of another one, by dotted key."""
+    plain = deepcopy(as_plain(replace(config, settings={})))
+    for key, value in changes.items():
+        if value is ABSENT:
+            above, _, name = key.rpartition(".")
+            inner = plain
+            for part in above.split("."):
+                inner = inner[int(part) if isinstance(inner, list) else part]
+            inner.pop(name, None)
+        else:
+            plain = merge(plain, nested({key: value}))
+    return parse(plain, EvaluateConfig)

@@ -82,10 +82,9 @@ def summarize(
     evaluator = Evaluator(
         (), Processes(), pieces.stream, engine, rewards, [metric], confidence=wanted.confidence
     )
-    means, prompts = metric(table), len(set(table.uids))
-    intervals = {
-        name: evaluator.interval(drawn, prompts) for name, drawn in evaluator.resample(table).items()
-    }
+    means, draws = metric(table), evaluator.resample(table)
+    units = evaluator.units(table, draws)
+    intervals = {name: evaluator.interval(drawn, units[name]) for name, drawn in draws.items()}
     metrics, ranges = dict[str, float](), dict[str, tuple[float, float]]()
     for name in dict.fromkeys((*totals, *means)):
         total, mean = totals.get(name), means.get(name, math.nan)

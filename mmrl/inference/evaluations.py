@@ -7,7 +7,6 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,21 +19,17 @@ from torch import Tensor, nn
 from mmrl.build import held_out, make_evaluator
 from mmrl.config.changes import ABSENT, differences, inside
 from mmrl.config.consistency import check_evaluation, evaluation_of
-from mmrl.config.loading import ConfigError, merge
-from mmrl.config.plain import nested
+from mmrl.config.loading import ConfigError
 from mmrl.config.schema import Config, EvaluateConfig, as_plain, load, parse
-from mmrl.config.sweep import setting_of
-from mmrl.core.protocols import RendersPrompts
+from mmrl.config.sweep import changed_config, setting_of
 from mmrl.core.reward_table import EQUAL, Measured
 from mmrl.core.types import Prompt, Rollouts
-from mmrl.data.readable import engines_of, prompt_check
+from mmrl.inference.rendering import Rendering
 from mmrl.reporting.answers import PREDICTIONS, columns_of, judge_of, target_text, trajectory_of
 from mmrl.reporting.effects import (
     Effect,
     Explanation,
     MetricChange,
-    PromptDifference,
-    prompt_difference,
     same_name,
     stored_prompts,
 )
@@ -132,21 +127,26 @@ class StoredEvaluation:
                     )
         return again
 
-    def command(self, setting: str, value: Any) -> str:
-        """Return the shell command to repeat the evaluation with one setting changed; "" if unknown."""
-        if "command" not in self.record or not inside(setting, "policy", "evaluation", "seed"):
+    def command(self, changes: Mapping[str, Any]) -> str:
+        """Return the command that evaluates again with other settings; "" if no command is recorded."""
+        if "command" not in self.record or not all(
+            inside(setting, "policy", "evaluation", "seed") for setting in changes
+        ):
             return ""
-        folder = f"output_dir={self.predictions.path.parent}-{setting.rpartition('.')[2]}"
+        folder = f"output_dir={self.predictions.path.parent}-{next(iter(changes)).rpartition('.')[2]}"
+        overrides = [self._override(setting, value, changes) for setting, value in changes.items()]
+        kept = [part for part in self.record["command"] if not part.startswith("output_dir=")]
+        return shlex.join(["mmrl", "evaluate", *kept, *dict.fromkeys(overrides), folder])
+
+    def _override(self, setting: str, value: Any, changes: Mapping[str, Any]) -> str:
         listed = re.match(r"evaluation\.(engine|rewards)", setting)
         if listed and self.config and not self.record["of"]["evaluation"].get(listed[1]):
-            # A single item of a list cannot be overridden: give the whole list.
-            changed = changed_config(self.config, {setting: value})
+            # The list is that of the training, so the override has to name it whole.
+            changed = changed_config(self.config, changes)
             setting, value = listed[0], as_plain(vars(changed.evaluation)[listed[1]])
         value = None if value is ABSENT else value
         simple = isinstance(value, str) and SIMPLE.fullmatch(value)
-        text = value if simple else json.dumps(value, default=str)
-        kept = [part for part in self.record["command"] if not part.startswith("output_dir=")]
-        return shlex.join(["mmrl", "evaluate", *kept, f"{setting}={text}", folder])
+        return f"{setting}={value if simple else json.dumps(value, default=str)}"
 
 
 def read_stored(path: Path) -> StoredEvaluation:
@@ -188,18 +188,22 @@ def explain(first: StoredEvaluation, second: StoredEvaluation) -> Explanation:
     # Skip the code hashes of different pieces, which always differ.
     changed = {k: (a, b) for k, (a, b) in changed.items() if not inside(k, "code") or same_name(a, b)}
     answered = first.uids
-    rendering = Rendering(first, [uid for uid in by_prompt(second.predictions) if uid in answered])
-    effects = []
-    for setting, (a, b) in sorted(changed.items(), key=lambda item: not inside(item[0], *SCORING)):
+    rendering = Rendering(
+        first, first.config, [uid for uid in by_prompt(second.predictions) if uid in answered]
+    )
+    effects = scoring_effects(
+        first, {key: values for key, values in changed.items() if inside(key, *SCORING)}
+    )
+    for setting, (a, b) in changed.items():
+        if inside(setting, *SCORING):
+            continue
         known: dict[str, Any] = {}
         try:
-            if inside(setting, *SCORING):
-                known = {"metrics": rescored_metrics(first, {setting: b}), "rescored": True}
-            elif inside(setting, *PROMPTS):
+            if inside(setting, *PROMPTS):
                 known = {"prompts": rendering.difference(setting, b)}
         except FAULTS as error:
-            known = {"fault": f"unknown, because {' '.join(str(error).split())}"}
-        effects.append(Effect(setting, a, b, command=first.command(setting, b), **known))
+            known = {"fault": unknown(error)}
+        effects.append(Effect(setting, a, b, command=first.command({setting: b}), **known))
     notes = [] if changed else ["all recorded settings are equal"]
     explained = any(effect.prompts and effect.prompts.different for effect in effects)
     if stored and stored.different and not explained:
@@ -210,19 +214,36 @@ def explain(first: StoredEvaluation, second: StoredEvaluation) -> Explanation:
     return Explanation(effects, stored, notes)
 
 
-def changed_config(config: EvaluateConfig, changes: Mapping[str, Any]) -> EvaluateConfig:
-    """Copy a configuration and set the given dotted keys to another configuration's values."""
-    plain = deepcopy(as_plain(replace(config, settings={})))
-    for key, value in changes.items():
-        if value is ABSENT:
-            above, _, name = key.rpartition(".")
-            inner = plain
-            for part in above.split("."):
-                inner = inner[int(part) if isinstance(inner, list) else part]
-            inner.pop(name, None)
+def scoring_effects(stored: StoredEvaluation, changed: Mapping[str, tuple[Any, Any]]) -> list[Effect]:
+    """Score stored answers with each setting of rewards and metrics that differs.
+
+    Settings that are no configuration alone, such as a reward and the metric that names it, are one effect.
+    """
+    effects, together = list[Effect](), dict[str, tuple[Any, Any]]()
+    for setting, (a, b) in changed.items():
+        try:
+            check_evaluation(changed_config(stored.config, {setting: b}))
+        except ConfigError:
+            together[setting] = (a, b)
         else:
-            plain = merge(plain, nested({key: value}))
-    return parse(plain, EvaluateConfig)
+            effects.append(_scoring_effect(stored, {setting: (a, b)}))
+    return effects + ([_scoring_effect(stored, together)] if together else [])
+
+
+def _scoring_effect(stored: StoredEvaluation, changed: Mapping[str, tuple[Any, Any]]) -> Effect:
+    values = {setting: b for setting, (_, b) in changed.items()}
+    try:
+        known = {"metrics": rescored_metrics(stored, values), "rescored": True}
+    except FAULTS as error:
+        known = {"fault": unknown(error)}
+    sides = [[pair[i] for pair in changed.values()] for i in (0, 1)]
+    first, second = (side[0] if len(side) == 1 else side for side in sides)
+    return Effect(" + ".join(changed), first, second, command=stored.command(values), **known)
+
+
+def unknown(error: Exception) -> str:
+    """Say in one line why an effect is unknown."""
+    return f"unknown, because {' '.join(str(error).split())}"
 
 
 # ---- stored answers, scored again
@@ -254,6 +275,7 @@ class Rescored:
     predictions: Predictions
     values: Mapping[str, float]
     draws: Mapping[str, Tensor]
+    units: Mapping[str, int]  # number of independent units behind each metric
     interval: Callable[..., tuple[float, float]]
 
 
@@ -276,8 +298,11 @@ def rescore(stored: StoredEvaluation, changes: Mapping[str, Any]) -> Rescored:
     evaluator = make_evaluator(config, prompts, engine.policy, Processes(), engine)
     measured = evaluator.measure(intervals=False)
     draws = evaluator.resample(measured.table)
+    units = evaluator.units(measured.table, draws)
     values = {name: float(measured.metrics.get(name, math.nan)) for name in draws}
-    return Rescored(_with_rewards(stored.predictions, rows, measured), values, draws, evaluator.interval)
+    return Rescored(
+        _with_rewards(stored.predictions, rows, measured), values, draws, units, evaluator.interval
+    )
 
 
 def _with_rewards(predictions: Predictions, rows: Sequence[Row], measured: Measured) -> Predictions:
@@ -297,12 +322,11 @@ def _with_rewards(predictions: Predictions, rows: Sequence[Row], measured: Measu
 def rescored_metrics(stored: StoredEvaluation, changes: Mapping[str, Any]) -> list[MetricChange]:
     """Compare metrics of stored answers before and after settings change, with paired intervals."""
     before, after = stored.scored_again, rescore(stored, changes)
-    prompts = len(stored.prompts)
     pairs = [(name, name) for name in after.draws if name in before.draws]
     pairs = pairs or [(next(iter(before.draws)), next(iter(after.draws)))]
     found = []
     for old, new in pairs:
-        low, high = before.interval(after.draws[new] - before.draws[old], prompts, difference=True)
+        low, high = before.interval(after.draws[new] - before.draws[old], after.units[new], difference=True)
         name, a, b = new if old == new else f"{old} -> {new}", before.values[old], after.values[new]
         if old != new or abs(a - b) > EQUAL or low != high:
             found.append(MetricChange(name, a, b, low, high))
@@ -349,47 +373,3 @@ def scoring_changes(stored: StoredEvaluation, other: StoredEvaluation) -> dict[s
         return {}
     changed = differences(stored.settings, other.settings)
     return {key: b for key, (_, b) in changed.items() if inside(key, *SCORING)}
-
-
-# ---- prompts
-
-
-class Rendering:
-    """Rendered prompts (chat template, input hashes) of an evaluation, also under changed settings."""
-
-    def __init__(self, stored: StoredEvaluation, uids: Sequence[str]) -> None:
-        self.stored, self.uids = stored, uids
-        assert stored.config is not None
-        self.config = stored.config
-
-    @cached_property
-    def renderer(self) -> Any:
-        """The policy's weightless prompt check, if it can render prompts; otherwise None."""
-        return self._renderer(self.config)
-
-    @cached_property
-    def texts(self) -> dict[str, tuple[str, str]]:
-        """Text and input hash of every prompt under the settings of the evaluation."""
-        return self._render(self.config, self.stored.prompts)
-
-    def difference(self, setting: str, value: Any) -> PromptDifference | None:
-        """Count the prompts whose inputs differ under another setting; None if it cannot change prompts."""
-        option = re.match(r"policy\.(\w+)", setting)
-        if option and option[1] not in getattr(self.renderer, "rendering", ()):
-            return None
-        config = changed_config(self.config, {setting: value})
-        prompts = (
-            self.stored.read_prompts(config) if inside(setting, "evaluation.data") else self.stored.prompts
-        )
-        return prompt_difference(self.texts, self._render(config, prompts), self.uids)
-
-    def _render(self, config: EvaluateConfig, prompts: Mapping[str, Prompt]) -> dict[str, tuple[str, str]]:
-        renderer = self._renderer(config)
-        if not isinstance(renderer, RendersPrompts):
-            return {uid: (prompts[uid].text, prompts[uid].text) for uid in self.uids}
-        return {uid: (renderer.render(prompts[uid]), renderer.input_hash(prompts[uid])) for uid in self.uids}
-
-    @staticmethod
-    def _renderer(config: EvaluateConfig) -> Any:
-        check = prompt_check(config.policy, engines_of(config)["evaluation.data"])
-        return check and check.check

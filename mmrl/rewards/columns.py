@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 from mmrl.config.registry import reward
 from mmrl.core.types import Outcome, Prompt
+from mmrl.data.fields import number, unpacked
+from mmrl.data.row_fields import has_content
 from mmrl.rewards.adapters import per_outcome
 
 
@@ -18,11 +18,14 @@ def column_value(prompt: Prompt, outcome: Outcome, *, column: str) -> float | No
     (`shrunk_mean`) or a difficulty (`scale_by`). Raises `ValueError` for a value that is not a number.
     """
     value = prompt.columns.get(column)
-    if value is None:
+    if not has_content(value):
         return None
-    if isinstance(value, int | float) and type(value) is not bool:
-        return float(value)
-    raise ValueError(f"prompt '{prompt.uid}' has {value!r} in the column '{column}', which is no number")
+    try:
+        return number(value, column)
+    except ValueError as error:
+        raise ValueError(
+            f"prompt '{prompt.uid}' has {value!r} in the column '{column}', which is no number"
+        ) from error
 
 
 @reward
@@ -32,19 +35,21 @@ def pair_column(prompt: Prompt, outcome: Outcome, *, column: str) -> float | Non
 
     The column has the label of the chosen and of the rejected answer, `[4, 2]`, or their difference as a
     number, such as TRL's `margin`: above 0 the chosen answer is better, below 0 the rejected one, 0 is a tie.
-    Raises `ValueError` for other values, and for an answer that belongs to no pair.
+    Texts with numbers, as in CSV cells, count. Raises `ValueError` for another value, and for an answer that
+    is not one of a pair.
     """
-    value, preferred = prompt.columns.get(column), outcome.recorded.get("preferred")
-    if value is None:
+    value, preferred = unpacked(prompt.columns.get(column)), outcome.recorded.get("preferred")
+    if not has_content(value):
         return None
     if preferred is None:
         raise ValueError(f"prompt '{prompt.uid}' has no pair of a chosen and a rejected answer")
     sides = value if isinstance(value, list | tuple) else [value]
-    numbers = all(isinstance(x, int | float) and type(x) is not bool and math.isfinite(x) for x in sides)
-    if not numbers or len(sides) != (2 if sides is value else 1):
+    try:
+        numbers = [number(side, column) for side in sides]
+        chosen, rejected = numbers if sides is value else (numbers[0] / 2, -numbers[0] / 2)
+    except ValueError as error:
         raise ValueError(
             f"prompt '{prompt.uid}' has {value!r} in the column '{column}'; wanted a number, or a list of "
             "the numbers of the chosen and the rejected answer"
-        )
-    chosen, rejected = sides if sides is value else (sides[0] / 2, -sides[0] / 2)
-    return float(chosen if preferred else rejected)
+        ) from error
+    return chosen if preferred else rejected

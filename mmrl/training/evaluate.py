@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -92,8 +94,8 @@ class Evaluator:
         if torch.cuda.is_available():
             metrics["peak_memory_bytes"] = float(torch.cuda.max_memory_allocated())
         samples = self.resample(whole) if intervals else {}
-        units = len(_units(table).unique())
-        ranges = {name: self.interval(values, units) for name, values in samples.items()}
+        units = self.units(whole, samples) if intervals else {}
+        ranges = {name: self.interval(values, units[name]) for name, values in samples.items()}
         return Measured(metrics, ranges, rollouts, table, self.correct)
 
     def resample(self, table: RewardTable) -> dict[str, Tensor]:
@@ -102,9 +104,7 @@ class Evaluator:
         Prompts are drawn with replacement, those with an equal tag `cluster` together, because they are not
         independent. Tables of the same prompts get the same draws.
         """
-        # Resample whole prompts (the independent units) with all of their answers.
-        _, members = torch.unique(_units(table), return_inverse=True)
-        rows_of = [(members == group).nonzero()[:, 0] for group in range(int(members.max()) + 1)]
+        rows_of = _rows_of_units(table)
         drawn: dict[str, Tensor] = {}
         generator = self.stream.fixed("bootstrap")
         for i in range(RESAMPLES):
@@ -116,18 +116,31 @@ class Evaluator:
                     drawn.setdefault(name, none)[i] = value  # stays NaN where a sample lacks the metric
         return drawn
 
-    def interval(self, drawn: Tensor, prompts: int, *, difference: bool = False) -> tuple[float, float]:
-        """Compute the confidence interval of a metric from its bootstrap values over `prompts` prompts.
+    def units(self, table: RewardTable, names: Iterable[str]) -> dict[str, int]:
+        """Count the independent units behind each metric: those that alone give a number, or else all.
+
+        A metric of a reward with `where` rests on the prompts to which the reward applies.
+        """
+        rows_of, numbers = _rows_of_units(table), Counter[str]()
+        for rows in rows_of:
+            alone = _of_groups(table, [rows])
+            named = {name: value for metric in self.metrics for name, value in metric(alone).items()}
+            numbers.update(name for name, value in named.items() if not math.isnan(value))
+        return {name: numbers[name] or len(rows_of) for name in names}
+
+    def interval(self, drawn: Tensor, units: int, *, difference: bool = False) -> tuple[float, float]:
+        """Compute the confidence interval of a metric from its bootstrap values over independent units.
 
         See `percentile_interval`. A `difference` of two metrics never gets Wilson's interval.
         """
-        return percentile_interval(drawn, prompts, confidence=self.confidence, difference=difference)
+        return percentile_interval(drawn, units, confidence=self.confidence, difference=difference)
 
 
-def _units(table: RewardTable) -> Tensor:
-    """Return the id of the independent unit of each row (N,): its cluster, or without one its group."""
+def _rows_of_units(table: RewardTable) -> list[Tensor]:
+    """Return the row indices of each independent unit: answers of a cluster of prompts, or of a prompt."""
     cluster = table.ids["cluster"][:, 0] if "cluster" in table.ids else torch.zeros_like(table.group)
-    return torch.where(cluster == 0, table.group, cluster)
+    _, members = torch.unique(torch.where(cluster == 0, table.group, cluster), return_inverse=True)
+    return [(members == unit).nonzero()[:, 0] for unit in range(int(members.max()) + 1)]
 
 
 def _of_groups(table: RewardTable, units: Sequence[Tensor]) -> RewardTable:

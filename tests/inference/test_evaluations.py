@@ -9,9 +9,10 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.config.changes import ABSENT
-from mmrl.inference.evaluations import changed_config, explain, prompt_difference, read_stored, rescore_both
+from mmrl.config.sweep import changed_config
+from mmrl.inference.evaluations import explain, read_stored, rescore_both
 from mmrl.reporting.answers import write_columns
-from mmrl.reporting.effects import PromptDifference
+from mmrl.reporting.effects import PromptDifference, prompt_difference
 from mmrl.reporting.intervals import paired_interval
 from mmrl.runtime.folders import MARK, mark_of
 from tests.vision.conftest import checkpoint
@@ -128,6 +129,19 @@ def test_other_rewards_are_compared_by_scoring_again(answered):
         "reward/strict",
         "reward/short_answer",
     ]
+
+
+def test_a_reward_and_the_metric_that_names_it_are_one_setting(answered):
+    """One without the other is no configuration: neither could be scored, nor its command run."""
+    mean = lambda of: [{"name": "mean", "of": of, "label": "accuracy"}]
+    given = [1.0, 1.0, 1.0, 0.0]
+    first = read_stored(answered("x", ANSWERS, given, evaluation__metrics=mean("short_answer")))
+    facts = {"evaluation__rewards": ["exact_match"], "evaluation__metrics": mean("exact_match")}
+    (effect,) = explain(first, read_stored(answered("y", ANSWERS, given, **facts))).effects
+    assert effect.setting == "evaluation.rewards.0 + evaluation.metrics.0.of"
+    (change,) = effect.metrics
+    assert (change.name, change.before, change.after) == ("accuracy", 0.75, 0.25)  # "1" alone is exact
+    assert "evaluation.rewards.0=" in effect.command and "metrics.0.of=exact_match" in effect.command
 
 
 def test_changed_data_are_noticed(home, answered):

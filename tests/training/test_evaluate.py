@@ -116,6 +116,18 @@ def test_prompts_are_drawn_for_an_interval_not_answers(tmp_path):
     assert often == once
 
 
+@per_outcome
+def first_two(prompt, outcome):
+    """Give p0 and p1 full marks; no other prompt has this task."""
+    return 1.0 if prompt.uid in ("p0", "p1") else None
+
+
+def test_an_interval_counts_the_prompts_that_its_reward_is_for(tmp_path):
+    measured = measuring(tmp_path, rewards=[f"{__name__}:first_two"], num_generations=3).measure()
+    # Wilson of 2 of 2, and not of 6 of 6: 1 / (1 + 3.8415 / 2).
+    assert measured.intervals["first_two"] == (pytest.approx(0.34238, abs=1e-4), 1.0)
+
+
 def test_without_variation_an_interval_is_a_point():
     evaluator = object.__new__(evaluate.Evaluator)
     evaluator.stream, evaluator.confidence = Stream(), 0.9

@@ -206,6 +206,14 @@ def test_a_conversation_may_repeat_the_prompt_and_the_chosen_answer(home):
         read(home, {**row, "messages": [FIRST, BLUE]}, dataset=preference_pairs)
 
 
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+def test_a_score_of_one_side_alone_is_an_error(home, side):
+    """The other side would get 1 or 0, on another scale than the score."""
+    row = {"prompt": "a", "chosen": "red", "rejected": "blue", f"score_{side}": 8.0}
+    with pytest.raises(RowError, match=f"wanted both scores of the pair, got `score_{side}` without"):
+        read(home, row, dataset=preference_pairs)
+
+
 def test_images_of_a_repeated_prompt_are_kept(home):
     shows = {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "a"}]}
     row = {"prompt": "a", "chosen": [shows, SAID], "rejected": [shows, BLUE]}
@@ -302,6 +310,7 @@ def test_every_rejected_answer_makes_a_pair(home):
         "prompt": "a",
         "chosen": "b",
         "rejected": ["c", "d", "e"],
+        "score_chosen": 1,
         "score_rejected": [0, 0.5, 0.2],
     }
     prompts = read(
@@ -312,8 +321,9 @@ def test_every_rejected_answer_makes_a_pair(home):
         shown = [[answer.text for answer in prompt.answers] for prompt in prompts]
         assert shown == [["b", "c"], ["b", "d"], ["b", "e"], ["b", "c"]]
     assert prompts[1].answers[1].recorded["score"] == 0.5
+    row |= {"score_chosen": None, "score_rejected": None}
     with pytest.raises(RowError, match="differ"):
-        read(home, {**row, "rejected": ["c", "b"], "score_rejected": None}, dataset=preference_pairs)
+        read(home, {**row, "rejected": ["c", "b"]}, dataset=preference_pairs)
 
 
 def test_rows_of_kto_belong_to_another_data_set(home):

@@ -71,14 +71,20 @@ def test_the_answer_is_every_turn_after_the_last_question(home):
         assert answer.turns[0].keys["tool_calls"][0]["function"] == made and prompt.tools == (WRAPPED,)
 
 
+def test_a_label_may_be_a_cell_of_csv_or_a_float_of_parquet(home):
+    for value, label in (("True", 1.0), ("false", -1.0), ("1", 1.0), (0.0, -1.0), (1.0, 1.0)):
+        (prompt,) = read(home, {**FORMS["trl"], "label": value})
+        assert prompt.answers[0].recorded == {"label": label}
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({**FORMS["trl"], "label": None}, "wanted true or false as `label`, got None"),
+        ({**FORMS["trl"], "label": None}, "wanted true or false as `label`, got none"),
         ({**FORMS["trl"], "label": "yes"}, "as `label`, got 'yes'"),
         ({**FORMS["trl"], "label": 0.5}, "as `label`, got 0.5"),
         ({**FORMS["trl"], "label": 2}, "as `label`, got 2"),
-        ({**FORMS["alpaca"], "kto_tag": "true"}, "as `kto_tag`, got 'true'"),
+        ({**FORMS["alpaca"], "kto_tag": "good"}, "as `kto_tag`, got 'good'"),
         ({**FORMS["trl"], "kto_tag": False}, "another `kto_tag`"),
         ({**FORMS["trl"], "completion": ""}, "wanted an answer"),
         ({"messages": [ASKED], "label": True}, "wanted an answer"),

@@ -15,6 +15,7 @@ from mmrl.core.types import Prompt
 from mmrl.data.dataset_io import DataRow, Rows, read_prompts
 from mmrl.data.fields import RowError, listed, number, short, uid_of, unpacked
 from mmrl.data.media_root import MediaRoot
+from mmrl.data.row_fields import has_content
 from mmrl.data.row_files import Found, RowFile
 from mmrl.data.video import FrameSampling
 from mmrl.vision.datasets.preference_rows import (
@@ -61,7 +62,7 @@ def preference_pairs(
     `_videos`, `_audios`) replace them for the rejected answer; message parts may also contain their media.
 
     The prompt stores the chosen answer first and the rejected one second. Both record `preferred` (1 or 0)
-    and `score`, which is `score_chosen` or `score_rejected` of the row, or else `preferred`.
+    and `score`, which is `score_chosen` or `score_rejected` of a row that has both, or else `preferred`.
 
     Args:
         path: A file of jsonl, JSON or parquet, or a folder of such files.
@@ -108,8 +109,8 @@ def _pair(row: DataRow, media: RowMedia, position: int) -> Prompt:
     if contents[0] == contents[1]:
         raise RowError(f"wanted `chosen` and `rejected` that differ, got {short(chosen.text)} twice")
     answers = tuple(
-        replace(answer, recorded=_recorded(columns, side))
-        for answer, side in zip((chosen, rejected), SIDES, strict=True)
+        replace(answer, recorded=recorded)
+        for answer, recorded in zip((chosen, rejected), _recorded(columns), strict=True)
     )
     uid = uid_of(columns, f"{row.split}#{position}")
     return Prompt(uid, messages, None, answers, kept, tools=tools_of(columns))
@@ -143,8 +144,12 @@ def _each_rejected(row: DataRow) -> Iterator[DataRow]:
         yield replace(row, columns={**row.columns, **own}, found=location)
 
 
-def _recorded(columns: Mapping[str, Any], side: str) -> Mapping[str, float]:
-    """Return the recorded rewards of an answer: `preferred` (1 or 0) and `score`."""
-    preferred, score = float(side == "chosen"), columns.get(f"score_{side}")
-    score = preferred if score is None else number(score, f"score_{side}")
-    return {"preferred": preferred, "score": score}
+def _recorded(columns: Mapping[str, Any]) -> Iterator[Mapping[str, float]]:
+    """Yield what the chosen and the rejected answer record: whether it is preferred, and its score."""
+    names = [f"score_{side}" for side in SIDES]
+    given = [has_content(columns.get(name)) for name in names]
+    if any(given) and not all(given):
+        has, lacks = names if given[0] else names[::-1]
+        raise RowError(f"wanted both scores of the pair, got `{has}` without `{lacks}`")
+    for preferred, name in zip((1.0, 0.0), names, strict=True):
+        yield {"preferred": preferred, "score": number(columns[name], name) if all(given) else preferred}

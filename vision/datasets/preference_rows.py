@@ -9,7 +9,7 @@ from typing import Any
 
 from mmrl.core.modalities import MODALITIES, media_columns
 from mmrl.core.types import Media, Message, Outcome
-from mmrl.data.fields import RowError, listed, mapping, parse_json, short, text, unpacked
+from mmrl.data.fields import RowError, is_number, listed, mapping, parse_json, short, text, unpacked
 from mmrl.data.media_root import MediaRoot, media_refs
 from mmrl.data.messages import (
     ASKED,
@@ -29,7 +29,8 @@ SIDES = ("chosen", "rejected")
 EXPORTED = ("conversations", "chosen_answer", "rejected_answer")  # copy of the pair for LLaMA-Factory
 REJECTED = ("rejected_response", "rejected_messages")  # columns of ms-swift
 OURS = (*ASKED, "messages")
-# Per toolkit: columns of question and answer, besides OURS.
+TRUTHS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+# Per toolkit: its columns of a question and an answer besides OURS.
 THEIRS = {
     "llama_factory": ("conversations", "instruction", "input", "output", "history"),
     "ms_swift": ("query", "response", "history", *REJECTED),
@@ -136,15 +137,23 @@ def question_and_answer(columns: Mapping[str, Any]) -> tuple[Any, Any]:
 def label_of(columns: Mapping[str, Any]) -> float:
     """Return 1.0 for a desirable answer and -1.0 for an undesirable one, from `label` or `kto_tag`.
 
-    Raises `RowError` for a missing label, and unless it is true, false, 1 or 0.
+    Raises `RowError` for a missing label, and unless it is true, false, 1 or 0, as such or as text (CSV).
     """
-    given = {name: columns[name] for name in ("label", "kto_tag") if has_content(columns.get(name))}
-    if len(values := list(given.values())) > 1 and values[0] != values[1]:
+    names = [name for name in ("label", "kto_tag") if has_content(columns.get(name))]
+    labels = [_truth(columns[name], name) for name in names]
+    if not labels:
+        raise RowError("wanted true or false as `label`, got none")
+    if len(set(labels)) > 1:
         raise RowError("the row has a `label` and another `kto_tag`; keep one of them")
-    if not values or type(values[0]) not in (bool, int) or values[0] not in (0, 1):
-        name = next(iter(given), "label")
-        raise RowError(f"wanted true or false as `{name}`, got {short(columns.get(name))}")
-    return 1.0 if values[0] else -1.0
+    return 1.0 if labels[0] else -1.0
+
+
+def _truth(value: Any, name: str) -> bool:
+    word = value.strip().lower() if isinstance(value, str) else str(float(value)) if is_number(value) else ""
+    truth = value if isinstance(value, bool) else TRUTHS.get(word)
+    if truth is None:
+        raise RowError(f"wanted true or false as `{name}`, got {short(value)}")
+    return truth
 
 
 def toolkit_of_row(columns: Mapping[str, Any]) -> str | None:
