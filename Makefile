@@ -55,9 +55,9 @@ test-all: .venv/mmrl
 TIMED = began=$$(date +%s); trap 'took=$$(($$(date +%s) - began)); echo "make $@: $$((took / 60)) min $$((took % 60)) s"' EXIT;
 STATIC = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/basedpyright
 # For two cores. Tests of processes and of Ray wait for others and for time-outs, so there is time for a third worker.
-# Files stay whole, because their tests share models and runs.
+# Files stay whole, because their tests share models and runs. Processes of tests read the bytecode of the first one.
 WORKERS = 2
-PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests
 
 # An environment with vLLM for the tests marked `vllm`: MMRL_VLLM=.venv-vllm .venv/bin/python -m pytest -m vllm
 # The build for CPUs, or with a GPU `make vllm VLLM=vllm==0.33.0`.

@@ -7,11 +7,18 @@ home=$(cd "$(dirname "$0")/.." && pwd)
 mkdir -p "$1"
 env=$(cd "$1" && pwd)
 [ -x "$env/bin/python" ] || python3 -m venv "$env"
+# What is imported is compiled then, once: pip would compile every file of torch and transformers.
+unset PYTHONDONTWRITEBYTECODE
 pip() { "$env/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
 pip install --constraint "$home/constraints.txt" build
 rm -rf "$env/dist" "$env/work"
 "$env/bin/python" -m build --outdir "$env/dist" "$home" > "$env/build.log"  # the sdist, and the wheel from it
-pip install --constraint "$home/constraints.txt" "$env"/dist/*.whl
+site=$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+if [ -x "$home/.venv/bin/python" ]; then  # which pip has filled from the same constraints
+    (cd "$home" && .venv/bin/python -m tests.support.link_packages "$env"/dist/*.whl "$site")
+fi
+pip install --no-compile --constraint "$home/constraints.txt" "$env"/dist/*.whl
+pip check
 pip install --force-reinstall --no-deps "$env"/dist/*.whl
 
 mkdir "$env/work"
