@@ -92,10 +92,7 @@ def boxes(
     """
     source = Path(path)
     media = MediaRoot.of_rows(source, root)
-    if format == "rows" and (instances or split):
-        raise ValueError("`instances` and `split` of `vision.boxes` are for `format: refcoco`")
-    if format == "refcoco" and (form, given) != ("corners", "pixels"):
-        raise ValueError("`format: refcoco` knows the layout of its boxes; leave out `form` and `given`")
+    _check_format(format, instances or split, (form, given) != ("corners", "pixels"))
 
     def make(row: DataRow, number: int) -> Prompt:
         fields = row.renamed(columns)
@@ -104,17 +101,41 @@ def boxes(
         unit, scale = (_unit(shown, by, patch, min_pixels, max_pixels) for by in (coordinates, given))
         truths = tuple(_box(box, form, name, scale) for box, _, name in pairs)
         target = Boxes(truths, tuple(label for _, label, _ in pairs), unit)
-        words = {**row.others, **fields, "query": query, "units": UNITS[coordinates]}
-        # In conversations, the question is already the whole prompt: no template.
-        question = query if fields.get("conversations") is not None else fill_template(prompt, words)
-        messages = (Message("user", interleaved(question, [shown])),)
-        answers = (Outcome(text=fill_template(demo, {**words, "answer": _answer(target)})),) if demo else ()
-        kept = {key: value for key, value in {**row.others, **fields}.items() if key != "image"}
-        return Prompt(uid_of(fields, f"{row.split}#{number}"), messages, target, answers, kept)
+        words = {"query": query, "units": UNITS[coordinates]}
+        return _prompt(row, number, fields, shown, target, words, prompt, demo)
 
     reads = declared((*READS, *template_fields(prompt, demo)), columns)
     rows = Rows(source, media.root) if format == "rows" else refcoco_rows(source, instances, split)
     return read_prompts(source, rows, make, reads=reads, bad_rows=bad_rows, limit=limit)
+
+
+def _check_format(format: str, selects: str, describes: bool) -> None:
+    """Raise ValueError for options of one format with the other format."""
+    if format == "rows" and selects:
+        raise ValueError("`instances` and `split` of `vision.boxes` are for `format: refcoco`")
+    if format == "refcoco" and describes:
+        raise ValueError("`format: refcoco` knows the layout of its boxes; leave out `form` and `given`")
+
+
+def _prompt(
+    row: DataRow,
+    number: int,
+    fields: Mapping[str, Any],
+    shown: Media,
+    target: Boxes,
+    words: Mapping[str, str],
+    template: str,
+    demo: str,
+) -> Prompt:
+    """Make the prompt of a row from its columns, image and target boxes; `words` fill the template."""
+    words = {**row.others, **fields, **words}
+    # In conversations, the question is already the whole prompt: no template.
+    asked = fields.get("conversations") is not None
+    question = words["query"] if asked else fill_template(template, words)
+    messages = (Message("user", interleaved(question, [shown])),)
+    answers = (Outcome(text=fill_template(demo, {**words, "answer": _answer(target)})),) if demo else ()
+    kept = {key: value for key, value in {**row.others, **fields}.items() if key != "image"}
+    return Prompt(uid_of(fields, f"{row.split}#{number}"), messages, target, answers, kept)
 
 
 def _question_and_boxes(fields: Mapping[str, Any]) -> tuple[str, list[tuple[Any, str, str]]]:

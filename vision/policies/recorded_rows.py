@@ -44,14 +44,14 @@ def recorded_row(
     texts, turns, replies = encode_recorded(encoder, *begun)
     # Tool calls as text, so that the answer can also be encoded after a prompt without tools.
     words, text = iter(texts), texts[-1]
-    said = [Message(t.role, (Part(next(words)),)) if t.role == "assistant" else t for t in begun[1].turns]
+    messages = [Message(t.role, (Part(next(words)),)) if t.role == "assistant" else t for t in begun[1].turns]
     read, last = turns[-1]
     check_max_length(len(read.ids) + len(last), max_length)
     row = _whole(encoder, read, last) if learn == "all" else TokenRow.of_turns(turns)
     changed = {CHANGED: "yes"} if learn != "completion" and row.suffix else {}
     tags = {"finish": "stop", **outcome.tags, **changed}
-    said = tuple(said[len(said) - len(outcome.turns) :])  # only turns of the answer
-    answer = Outcome(text, end=len(row.ids), tags=tags, recorded=outcome.recorded, turns=said)
+    own = tuple(messages[len(messages) - len(outcome.turns) :])  # only turns of the answer
+    answer = Outcome(text, end=len(row.ids), tags=tags, recorded=outcome.recorded, turns=own)
     whole = Trajectory(prompt, prompt.uid, (answer,), row, len(row.ids), {"token": row.ids}, on_policy=False)
     if not replies or learn != "completion":
         return whole
