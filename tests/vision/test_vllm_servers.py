@@ -13,7 +13,7 @@ from PIL import Image
 
 from benchmarks import served_families
 from benchmarks.served_families import gaps, shift
-from benchmarks.vllm_servers import demo_files, kill
+from benchmarks.vllm_servers import SMALL, demo_files, kill
 from benchmarks.vllm_servers import serving as servers
 from mmrl.build import build
 from mmrl.config.binding import Recipe
@@ -50,11 +50,10 @@ PROMPTS = {
 }
 
 
-def serving(model: Path, options: dict, number: int, log: Path):
-    """Start servers of a policy in float32, or in the `dtype` of its options."""
-    return servers(
-        HOME, Piece("vision.tokens", {"model": str(model), "dtype": "float32", **options}), number, log
-    )
+def serving(model: Path, options: dict, number: int, log: Path, more: str = ""):
+    """Start servers of a policy in float32, or in the `dtype` of its options, with `more` flags."""
+    policy = Piece("vision.tokens", {"model": str(model), "dtype": "float32", **options})
+    return servers(HOME, policy, number, log, flags=SMALL + more)
 
 
 @pytest.fixture(scope="module")
@@ -322,7 +321,7 @@ def test_answers_of_other_families_are_the_policys(family, tmp_path):
     model = served_families.build(family, tmp_path / "model")
     given = {"freeze_vision_tower": False, "dtype": served_families.HALF.get(family, "float32")}
     limit = LIMITS[True] if family in served_families.HALF else 1e-4  # weights are eight times as large
-    with serving(model, given, 1, tmp_path) as (urls, _):
+    with serving(model, given, 1, tmp_path, served_families.FLAGS.get(family, "")) as (urls, _):
         engine = served_families.engine_of(model, tmp_path, urls, given)
         for change in range(2):
             found = gaps(engine, served_families.prompts_of(family))
