@@ -30,7 +30,7 @@ def test_a_key_is_described_with_range_default_and_comment():
     assert (describe_default(key.default), key.comment) == ("8", "rollouts per prompt")
     assert describe_default(keys["policy"].default) == "required"
     assert describe_default(keys["evaluation.metrics"].default) == "[mean]"
-    assert keys["report.media_log_steps"].comment.startswith("Collections whose rows get thumbnails")
+    assert keys["report.media_log_steps"].comment.startswith("Number of training steps, evenly spaced")
 
 
 @pytest.mark.parametrize(
