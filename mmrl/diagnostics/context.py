@@ -45,6 +45,7 @@ class Examined:
 
     Args:
         batch: The training batch of the rollouts.
+        credit: The advantages; None in `mmrl doctor`.
         micro_batch_steps: Steps per micro-batch.
         untouched: Names of trained parameters without a gradient.
         memory: Estimated bytes by component.
@@ -61,6 +62,7 @@ class Examined:
     rollouts: Rollouts
     table: RewardTable
     batch: Batch | None = None
+    credit: RewardTable | None = None
     micro_batch_steps: int = 1
     untouched: Sequence[str] = ()
     memory: Mapping[str, float] = field(default_factory=dict)

@@ -222,7 +222,7 @@ class Run:
         for learner in self.learners:
             learner.guard.end_step()
         if step == 0 and self.processes.main:
-            self._examine(collection)
+            self._examine(collection, credit)
         sources = [*self.pieces.that_are(HasMetrics).values(), *self.seconds.values()]
         sources = [piece.pop_metrics() for piece in (self.learner, *sources)]
         numbers = {name: value for source in sources for name, value in source.items()}
@@ -245,8 +245,8 @@ class Run:
         self.signal.see(updates, metrics, scheduled=callable(self.learner.learning_rate))
         self.notify("step_end")
 
-    def _examine(self, collection: Collection) -> None:
-        """Run the startup checks on the first step."""
+    def _examine(self, collection: Collection, credit: RewardTable) -> None:
+        """Apply the startup checks to the first step."""
         method = self.method
         examined = Examined(
             config=self.config,
@@ -256,6 +256,7 @@ class Run:
             needs=self.learner.needs,
             rollouts=collection.rollouts,
             table=collection.seen,
+            credit=credit,
             untouched=self.learner.untouched or (),
         )
         for check in self.report.pieces.startup_checks:

@@ -477,6 +477,16 @@ def test_the_first_step_is_looked_at_for_nothing(tmp_path, monkeypatch, capsys):
     assert "every answer has the same reward" in (tmp_path / "report.html").read_text()
 
 
+def test_equal_rewards_of_a_group_are_fine_where_they_give_advantages(tmp_path, monkeypatch):
+    """Labelled answers (KTO) have the same label in a group, and are learned from."""
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
+    for chain, warned in ((["total"], False), (["total", "group_center"], True)):
+        changes = {"advantage": chain, "learn": {"on_no_learning": "warn"}}
+        run = toy_run(tmp_path / str(warned), rewards=[f"{HERE}:constant"], max_steps=1, **changes)
+        train(run)
+        assert any("nothing is learned" in text for text in run.report.raised) is warned
+
+
 def test_the_look_can_be_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(html.pages, "curves", lambda runs: [])
     run = toy_run(

@@ -34,8 +34,11 @@ def rewards_apply(examined: Examined) -> Iterator[Finding]:
 
 @check(on="start")
 def zero_variance_groups(examined: Examined) -> Iterator[Finding]:
-    """Check that rewards differ between the answers to a prompt; equal rewards give no gradient."""
-    table = join_episodes(examined.table)
+    """Check that rewards differ between the answers to a prompt, unless equal ones give advantages too.
+
+    They do without a comparison of the group, as with labelled answers (KTO).
+    """
+    table, credit = join_episodes(examined.table), examined.credit
     if not len(table) or examined.config.rollout.num_generations < 2:
         return
     index = group_index([table.group])
@@ -55,6 +58,8 @@ def zero_variance_groups(examined: Examined) -> Iterator[Finding]:
             f"these rewards are the same for all answers of every prompt: {', '.join(constant)}",
             "see whether they read what they should; a reward that never differs changes no advantage",
         )
+        return
+    if credit is not None and bool((credit.values[credit.valid].abs() > EQUAL).any()):
         return
     yield Finding(
         f"in all {groups} groups every answer has the same reward, so nothing is learned: "
