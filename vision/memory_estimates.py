@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmrl.config.binding import Pieces
+from mmrl.config.engine_checks import makes
 from mmrl.config.registry import find, memory_estimate
 from mmrl.config.schema import Config
 from mmrl.core.onednn import packed_bytes
@@ -24,7 +26,9 @@ from mmrl.runtime.modules import LOW, evaluating
 from mmrl.runtime.output_head import OutputHead
 from mmrl.vision.decoding import step_model
 from mmrl.vision.decoding.decoding import CachedReader, draw_tokens
-from mmrl.vision.decoding.token_steps import TokenSteps
+from mmrl.vision.decoding.token_steps import TokenSteps, continued
+from mmrl.vision.engines.generate_images import ImageReader
+from mmrl.vision.models.image_writer import IMAGE
 from mmrl.vision.models.loading import TokenPolicy
 from mmrl.vision.models.processor import EncodedPrompt
 
@@ -38,39 +42,101 @@ T = TypeVar("T")
 def tokens(config: Config, policy: TokenPolicy, prompts: Sequence[Prompt]) -> Mapping[str, float]:
     """Estimate the bytes for generation, for the step table, and for one micro-batch of training.
 
-    Generation (unquantised cache) is included only if `vision.generate` samples in this process. Activations
-    and logits are measured on a few short rows and extrapolated. They grow linearly with the token count,
-    because fused attention kernels store no scores; only the mask of packed rows grows quadratically. All
-    answers get the maximal length, and all prompts the length of the longest prompt in `prompts`.
+    Generation (unquantised cache) is included only if `vision.generate` samples in this process, or
+    `vision.generate_images` with the second row of guidance, and the VQ decoder. Activations and logits are
+    measured on a few short rows and extrapolated. They grow linearly with the token count, because fused
+    attention kernels store no scores; only the mask of packed rows grows quadratically. All answers get the
+    maximal length, and all prompts the length of the longest prompt in `prompts`.
     """
     engine, module = config.rollout.engine[0], getattr(policy, "module", None)
     if not prompts or not isinstance(module, step_model.StepModel):  # no token model
         return {}
     defaults = {name: p.default for name, p in find("engine", engine.name).options.items()}
     options = defaults | dict(engine.options)
-    longest = options.get("max_completion_length") or _longest_recorded(policy, prompts)
+    here = not sampled_elsewhere(config)
+    drawn = makes(config.policy, config.rollout.engine) == "images"
+    size = _largest_image(policy, options, prompts) if drawn else (0, 0)
+    longest, layout = _longest_answer(policy, options, prompts, size)
     if not longest:
         return {}
     encoded = max((policy.prompt_encoder.encode(prompt) for prompt in prompts), key=lambda e: len(e.ids))
-    number = config.rollout.num_generations
+    asked, number = _Asked.of(policy, encoded, longest, layout), config.rollout.num_generations
     total = config.rollout.num_prompts * number
     others = 1 + len(config.references)  # log-probability columns: `old`, and one per reference
     sizes = {"step table": 4.0 * total * longest * (COLUMNS + others)}  # 4 bytes: float32
-    if engine.name == "vision.generate" and not sampled_elsewhere(config):
+    if here and (drawn or engine.name == "vision.generate"):
         at_once = min(options["batch_size"] or total, total)
-        sizes |= _generation(policy, encoded, at_once, math.ceil(at_once / number), longest)
+        sizes |= _generation(policy, asked, at_once, math.ceil(at_once / number))
+    if here and drawn:
+        sizes |= {"images": 3.0 * total * math.prod(size), "decoding/images": _decoder_bytes(policy, size)}
     if config.learn.num_iterations:
-        sizes |= _learning(config, policy, module, encoded, longest)
+        sizes |= _learning(config, policy, module, asked)
     return sizes
 
 
-def _longest_recorded(policy: TokenPolicy, prompts: Sequence[Prompt]) -> int:
-    """Return the tokens of the longest recorded answer with its turns; 0 without any, or with images."""
-    if any(answer.image is not None for prompt in prompts for answer in prompt.answers):
-        return 0
-    answers = [answer for prompt in prompts for answer in prompt.answers]
-    texts = [[answer.text or "", *(turn.text for turn in answer.turns)] for answer in answers]
-    return max((sum(len(policy.prompt_encoder.answer(text)) for text in each) for each in texts), default=0)
+@dataclass(frozen=True)
+class _Asked:
+    """What is read and written: the longest prompt, and the lengths of the longest answer and its image."""
+
+    prompt: EncodedPrompt
+    longest: int  # tokens of the answer
+    layout: Tensor  # (L,) tokens of the image, with `IMAGE` for image tokens; empty for a text
+    negative: EncodedPrompt | None  # the prompt that guides images
+
+    @staticmethod
+    def of(policy: Any, prompt: EncodedPrompt, longest: int, layout: Tensor) -> _Asked:
+        guided = len(layout) and policy.guidance_scale != 1
+        negative = policy.images.unconditional(policy.negative_prompt) if guided else None
+        return _Asked(prompt, longest, layout, negative)
+
+    @property
+    def text(self) -> int:
+        """Tokens of the answer before its image."""
+        return self.longest - len(self.layout)
+
+    def begun(self, policy: Any) -> list[EncodedPrompt]:
+        """List the inputs of a sampled image: prompt, text and begin-of-image, and the negative prompt's."""
+        begin = torch.tensor([policy.images.begin])
+        own = continued(self.prompt, begin.expand(max(1, self.text)))
+        return [own, *([continued(self.negative, begin)] if self.negative else [])]
+
+
+def _largest_image(policy: Any, options: Mapping[str, Any], prompts: Sequence[Prompt]) -> tuple[int, int]:
+    """Return height and width of the largest image that the engine draws for some prompts."""
+    sizes = (policy.images.size(options["height"], options["width"], prompt) for prompt in prompts)
+    return max(sizes, key=math.prod)
+
+
+def _longest_answer(
+    policy: Any, options: Mapping[str, Any], prompts: Sequence[Prompt], size: tuple[int, int]
+) -> tuple[int, Tensor]:
+    """Return the tokens of the longest answer, and the layout (L,) of its image; 0 if there are none.
+
+    Recorded answers count with their turns. `size` is that of a drawn image.
+    """
+    nothing, encoder = torch.zeros(0, dtype=torch.int64), policy.prompt_encoder
+    if math.prod(size):
+        layout = policy.images.layout_of(*size)
+        return options["max_text_length"] + len(layout), layout
+    if longest := options.get("max_completion_length"):
+        return longest, nothing
+    found = [(0, nothing)]
+    for answer in (answer for prompt in prompts for answer in prompt.answers):
+        if answer.image is None:
+            texts = [answer.text or "", *(turn.text for turn in answer.turns)]
+            found.append((sum(len(encoder.answer(text)) for text in texts), nothing))
+        else:
+            layout = policy.images.layout_of(*answer.image.shape[1:])
+            found.append((len(encoder.plain.ids(answer.text or "")) + len(layout), layout))
+    return max(found, key=lambda each: each[0])
+
+
+def _decoder_bytes(policy: Any, size: tuple[int, int]) -> float:
+    """Measure the bytes that the VQ decoder takes for one image; images are decoded one after another."""
+    writer = policy.images
+    layout = writer.layout_of(*size)
+    ids = torch.where(layout == IMAGE, writer.ids[0], layout)
+    return _measured(lambda: writer.decode(ids, *size))[0]
 
 
 def cache_bytes(policy: TokenPolicy, prompt_tokens: int, answer_tokens: int) -> float:
@@ -82,52 +148,74 @@ def cache_bytes(policy: TokenPolicy, prompt_tokens: int, answer_tokens: int) -> 
     return float(token * (prompt_tokens + answer_tokens))
 
 
-def _generation(
-    policy: TokenPolicy, encoded: EncodedPrompt, rows: int, prompts: int, longest: int
-) -> dict[str, float]:
+def _generation(policy: Any, asked: _Asked, rows: int, prompts: int) -> dict[str, float]:
     """Estimate the bytes of generation: KV cache, prefill and decoding passes, and copies of weights."""
-    length = len(encoded.ids)
-    before = (prompts if policy.share_prefix else rows) * length  # prompt tokens in the cache
+    drawn = len(asked.layout)
+    inputs = asked.begun(policy) if drawn else [asked.prompt]
+    if drawn and asked.text:
+        prompts = rows  # a text of its own is part of the input of every image
+    first, *second = (len(encoded.ids) for encoded in inputs)
+    # Input tokens in the cache, and tokens that are written.
+    before = (prompts if policy.share_prefix else rows) * first
+    before += (1 if policy.share_prefix else rows) * sum(second)
+    after = len(inputs) * rows * room_of(drawn - 1 if drawn else asked.longest)
+
+    def begin(number: int) -> Any:
+        own, *others = (CachedReader(policy, [encoded] * number) for encoded in inputs)
+        if not drawn:
+            return own
+        layouts = [asked.layout[1:]] * number
+        return ImageReader(own, *(others or [None]), policy.guidance_scale, policy.images.ids, layouts)
+
     with torch.no_grad(), evaluating(policy.model), _autocast(policy):
-        prefill, reader = _measured(lambda: CachedReader(policy, [encoded]))
-        decode, _ = _measured(lambda: _decoded(CachedReader(policy, [encoded] * ROWS)))
+        prefill, _ = _measured(lambda: begin(1))
+        reader = begin(ROWS)
+        decode, _ = _measured(lambda: _decoded(reader))
         packed = float(packed_bytes(policy.model))
-    prompt_pass = max(0.0, prefill - cache_bytes(policy, length, 0)) * prompts
-    # Measure one decoding step with ROWS rows, without prefill and cache, and scale it to `rows`.
-    row_pass = max(0.0, decode - prefill - cache_bytes(policy, 0, ROWS * room_of(1))) / ROWS * rows
-    del reader
+    prompt_pass = max(0.0, prefill - cache_bytes(policy, first + sum(second), 0)) * prompts
+    # Decoding one token in ROWS rows, without the cache that it begins; scaled to `rows`.
+    row_pass = max(0.0, decode - cache_bytes(policy, 0, len(inputs) * ROWS * room_of(1))) / ROWS * rows
     return {
-        "rollouts/cache": cache_bytes(policy, before, rows * room_of(longest)),
-        "rollouts/passes": max(prompt_pass, row_pass),
-        # Only CPUs pack weights. The (fake) weights have no device yet: assume a GPU if there is one.
+        "rollouts/cache": cache_bytes(policy, before, after),
+        # Prompts are read before there is a cache of answers.
+        "rollouts/passes": max(prompt_pass - cache_bytes(policy, 0, after), row_pass),
+        # Only CPUs pack weights. These weights are on no device yet: assume a GPU if the machine has a GPU.
         "rollouts/packed weights": 0.0 if torch.cuda.is_available() else packed,
         "rollouts/cast weights": _cast_bytes(policy),
     }
 
 
-def _decoded(reader: CachedReader) -> object:
+def _decoded(reader: Any) -> object:
     """Decode one token in every row."""
     logits = reader.read(None)
     return draw_tokens(logits, torch.full((len(logits),), 0.5, device=logits.device))
 
 
 def _learning(
-    config: Config, policy: TokenPolicy, module: step_model.StepModel, encoded: EncodedPrompt, longest: int
+    config: Config, policy: TokenPolicy, module: step_model.StepModel, asked: _Asked
 ) -> dict[str, float]:
     """Estimate the bytes of one micro-batch in training: activations kept for backward, and logits."""
-    learn, rollout = config.learn, config.rollout
+    learn, rollout, longest = config.learn, config.rollout, asked.longest
+    # With guidance, a micro-batch reads every image again, after one negative prompt.
+    second, negative = (len(asked.layout), len(asked.negative.ids)) if asked.negative else (0, 0)
     extra: Set[str] = Pieces(Stream(config.seed)).make_field(config, "objective").needs.outputs
     prompts, rows, micros = micro_batch(
-        len(encoded.ids), longest, math.ceil(rollout.num_prompts / learn.minibatches),
-        rollout.num_generations, learn.micro_batch_steps,
+        len(asked.prompt.ids), longest + second, math.ceil(rollout.num_prompts / learn.minibatches),
+        rollout.num_generations, max(1, learn.micro_batch_steps - negative),
     )  # fmt: skip
-    measured = {ROWS * length: _states_bytes(policy, module, encoded, length) for length in LENGTHS}
-    # Quadratic with packing: the mask of a packed sequence covers all pairs of its tokens.
-    activations = prompts * extrapolated(measured, rows * longest // prompts, square=module.checkpointed)
-    activations += _cast_bytes(policy)
-    logits = _logits_bytes(policy, extra, rows * longest)
-    head = policy.model.get_output_embeddings().weight
-    logits += head.nbytes if head.requires_grad else 0  # the head's new gradient, before accumulation
+
+    def states(encoded: EncodedPrompt, count: int) -> float:
+        sizes = {
+            ROWS * n: _states_bytes(policy, module, encoded, n, drawn=len(asked.layout) > 0) for n in LENGTHS
+        }
+        # A packed sequence has a mask over all pairs of its tokens, so its memory is quadratic.
+        return extrapolated(sizes, count, square=module.checkpointed)
+
+    activations = prompts * states(asked.prompt, rows * longest // prompts) + _cast_bytes(policy)
+    activations += states(asked.negative, rows * second) if asked.negative else 0.0
+    logits = _logits_bytes(policy, module, extra, rows * longest, guided=second > 0)
+    head = policy.model.get_output_embeddings().parameters()  # Janus has two
+    logits += sum(p.nbytes for p in head if p.requires_grad)  # new gradients, before accumulation
     gradients = float(sum(p.nbytes for p in module.parameters() if p.requires_grad))
     if micros == 1:
         # The backward pass allocates gradients while it frees activations: count only the larger amount.
@@ -168,10 +256,10 @@ def extrapolated(measured: Mapping[int, float], count: int, *, square: bool) -> 
 
 
 def _states_bytes(
-    policy: TokenPolicy, module: step_model.StepModel, encoded: EncodedPrompt, length: int
+    policy: Any, module: step_model.StepModel, encoded: EncodedPrompt, length: int, *, drawn: bool = False
 ) -> int:
     """Measure the activation bytes kept for backward by `ROWS` answers of equal length to one prompt."""
-    end = policy.prompt_encoder.end[0]
+    end = int(policy.images.ids[0]) if drawn else policy.prompt_encoder.end[0]
     steps = TokenSteps(
         (encoded,), torch.zeros(ROWS, dtype=torch.int64), torch.full((ROWS, length), end),
         torch.full((ROWS,), length), torch.ones(ROWS),
@@ -183,21 +271,26 @@ def _states_bytes(
     return live
 
 
-def _logits_bytes(policy: TokenPolicy, extra: Set[str], count: int) -> float:
+def _logits_bytes(
+    policy: TokenPolicy, module: step_model.StepModel, extra: Set[str], count: int, *, guided: bool = False
+) -> float:
     """Measure the bytes of logits and their gradients for one chunk of tokens in `chunked_logp`."""
     head = OutputHead(policy.model)
     weight = head.weight
-    most = min(count, max(1, step_model.LOGIT_BYTES // (4 * weight.shape[0])))
+    most = min(count, max(1, step_model.LOGIT_BYTES // (4 * weight.shape[0] * (1 + guided))))
     sample = min(most, 16)
-    hidden = torch.zeros(sample, weight.shape[1], dtype=policy.compute, device=weight.device)
-    hidden.requires_grad_()
+    states = [
+        torch.zeros(sample, weight.shape[1], dtype=policy.compute, device=weight.device, requires_grad=True)
+        for _ in range(1 + guided)
+    ]
     ids = torch.zeros(sample, dtype=torch.int64, device=weight.device)
     with _autocast(policy), Allocations() as counted:
         values = step_model.chunked_logp(
-            hidden, head, ids, torch.ones(sample, device=weight.device), policy.prompt_encoder.placeholders,
-            extra & {"entropy"},
+            states[0], head, ids, torch.ones(sample, device=weight.device),
+            policy.prompt_encoder.placeholders, extra & {"entropy"}, images=module.images,
+            second=states[1] if guided else None,
         )  # fmt: skip
-        torch.autograd.grad(sum(value.sum() for value in values.values()), hidden)
+        torch.autograd.grad(sum(value.sum() for value in values.values()), states)
     return counted.peak / sample * most
 
 

@@ -34,11 +34,10 @@ def check_replay(engines: Sequence[Bound]) -> None:
         for inner, below in zip(engines[:place], tags, strict=False):
             images = getattr(inner.entry.target, "makes", "") == "images"
             if "replay" in own and "changed" in below and ("episode" in below or images):
-                reason = "writes images" if images else "answers other prompts"
                 raise ConfigError(
                     f"'{engines[place].entry.full_name}' would store nothing: it makes rows again from a "
                     f"prompt of the data and tokens, or from a conversation with tools, and "
-                    f"'{inner.entry.full_name}' {reason}. Leave one of them out"
+                    f"'{inner.entry.full_name}' answers other prompts. Leave one of them out"
                 )
 
 

@@ -24,7 +24,7 @@ from mmrl.core.protocols import Engine, RecallsRows
 from mmrl.core.reward_table import Collection, RewardTable, name_id
 from mmrl.core.rng import Stream
 from mmrl.core.tensor import group_index
-from mmrl.core.types import CHANGED, Outcome, Prompt, Rollouts, Trajectory
+from mmrl.core.types import CHANGED, Prompt, Rollouts, Trajectory
 from mmrl.data.row_prompts import uids_of
 from mmrl.engines.conversation_store import ConversationStore
 
@@ -108,7 +108,7 @@ class Memory:
             row = self.policy.restore_rows(prompt, notes, transcript)
         else:
             row = self.policy.restore_rows(prompt, notes)
-            outcomes = [Outcome(text=row.outcomes[-1].text)] * len(ends)
+            outcomes = [row.outcomes[-1]] * len(ends)
         outcomes = tuple(
             replace(outcome, end=end, tags={**outcome.tags, REPLAY: "yes"})
             for outcome, end in zip(outcomes, ends, strict=True)

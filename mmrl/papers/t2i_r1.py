@@ -16,12 +16,12 @@ from typing import ClassVar
 from mmrl.config.loading import ConfigError
 from mmrl.config.registry import engine
 from mmrl.core.protocols import Engine
-from mmrl.core.types import Message, Part, Prompt, Rollouts
+from mmrl.core.types import CHANGED, Message, Part, Prompt, Rollouts
 
 PLACE = "{prompt}"
 
 
-@engine(scope="vision")
+@engine(scope="vision", sets_tags={CHANGED})
 @dataclass(eq=False)
 class WithPlans:
     """Ask for a plan of the image before the image (T2I-R1, arXiv 2505.00703).
@@ -40,6 +40,7 @@ class WithPlans:
         "Describe all objects of this image with their look, number and place, then draw it: {prompt}"
     )
     notes: ClassVar[frozenset[str]] = frozenset()  # all rows have the notes of the wrapped engine
+    makes: ClassVar[str] = "images"
 
     def __post_init__(self) -> None:
         self.policy = self.engine.policy

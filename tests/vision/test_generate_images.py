@@ -261,7 +261,11 @@ def test_what_cannot_work_is_refused_before_weights_are_loaded(writers, checkpoi
             {"rollout": {"engine": [engine, "vision.contrastive_decoding"]}},
             "wraps 'vision.generate' alone, not 'vision.generate_images'",
         ),
-        (emu3, {"rollout": {"engine": [engine, "with_replay"]}}, "'vision.generate_images' writes images"),
+        (
+            emu3,
+            {"rollout": {"engine": [{**engine, "max_text_length": 2}, "vision.with_plans", "with_replay"]}},
+            "'vision.with_plans' answers other prompts",
+        ),
         (
             emu3,
             {

@@ -132,7 +132,8 @@ def answer_row(
     outcome = Outcome(text=text, end=len(ids), tags={"finish": finish}, recorded=recorded)
     # Greedy answers are trained on at temperature 1, at which their `logp` was computed.
     temperature = temperature or 1.0
-    notes = {**notes, "temperature": torch.full((len(ids),), temperature)}
+    # In float64, so that a replayed row has the same temperature.
+    notes = {**notes, "temperature": torch.full((len(ids),), temperature, dtype=torch.float64)}
     steps = TokenRow(encoded, ids, temperature, chosen)
     return Trajectory(prompt, prompt.uid, (outcome,), steps, len(ids), notes)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -17,7 +17,7 @@ from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveShare, 
 from mmrl.config.registry import engine
 from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
-from mmrl.core.types import CHANGED, Outcome, Prompt, Rollouts, Trajectory, reading
+from mmrl.core.types import Prompt, Rollouts, Trajectory, reading
 from mmrl.vision.decoding.decoding import CachedReader, GenerationRequest
 from mmrl.vision.decoding.guidance import guide
 from mmrl.vision.decoding.token_steps import FORBIDDEN, TokenRow, continued
@@ -36,7 +36,7 @@ class ImagePolicy(TokenPolicy, Protocol):
     negative_prompt: str
 
 
-@engine(sets_tags={"finish", CHANGED})
+@engine(sets_tags={"finish"})
 @dataclass(eq=False)
 class GenerateImages:
     """Sample a text and then an image, token by token, from a model that writes images, such as Emu3.
@@ -108,7 +108,7 @@ class GenerateImages:
                 room = self.max_text_length + len(layout)
                 check_length(encoded.next_position + room - 1, encoder.limit)
             uniform = torch.rand(room, generator=self.stream.generator(prompt.uid, index))
-            rows.append(_Row(prompt, index, encoded, uniform, size=size, layout=layout))
+            rows.append(_Row(prompt, index, encoded, uniform, layout=layout))
         sampler = Generate(
             self.policy,
             stream=self.stream,
@@ -170,21 +170,17 @@ class GenerateImages:
         after = {**image.notes, "chosen": row.layout[1:] == IMAGE}
         notes = {name: torch.cat([before[name], after[name]]) for name in before}
         ids, chosen = notes["token"], notes.pop("chosen")
-        encoder = self.policy.prompt_encoder
-        words = encoder.text(ids[: self.writer.start(ids)]) if text else None
-        pixels = self.writer.decode(image.notes["token"], *row.size)
-        outcome = Outcome(words, pixels, end=len(ids), tags={"finish": "stop", CHANGED: "yes"})
+        outcome = replace(self.writer.outcome(ids, chosen), tags={"finish": "stop"})
         temperature = self.temperature or 1.0
-        notes["temperature"] = torch.full((len(ids),), temperature)
+        notes["temperature"] = temperature * chosen.double()  # 0 tells inserted tokens
         steps = TokenRow(row.encoded, ids, temperature, chosen)
         return Trajectory(row.prompt, row.prompt.uid, (outcome,), steps, len(ids), notes)
 
 
 @dataclass
 class _Row(GenerationRequest):
-    """An image to generate: its size in pixels, and its layout (L,)."""
+    """An image to generate, with its layout (L,)."""
 
-    size: tuple[int, int] = (0, 0)
     layout: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
 

@@ -62,6 +62,25 @@ class ImageWriter:
         places = (ids == self.begin).nonzero()[:, 0].tolist()
         return places[-1] if places else len(ids)
 
+    def size_of(self, ids: Tensor) -> tuple[int, int]:
+        """Return height and width in pixels of the image in an answer (T,), read from its layout."""
+        if self.rules.fixed:
+            return self.size(0, 0)
+        inside, side = torch.isin(ids, self.ids), self.rules.side(self.core.config)
+        found, count = ids.masked_fill(inside, IMAGE)[self.start(ids) :].tolist(), int(inside.sum())
+        grids = ((rows, count // rows) for rows in range(1, count + 1) if count % rows == 0)
+        rows, columns = next(grid for grid in grids if self.layout(*grid) == found)
+        return rows * side, columns * side
+
+    def outcome(self, ids: Tensor, chosen: Tensor) -> Outcome:
+        """Decode an answer (T,): its image, and its text, which is None if no text was asked for.
+
+        `chosen` (T,) marks the sampled tokens: a text samples begin-of-image, unless it is cut off before.
+        """
+        start = self.start(ids)
+        text = self.encoder.text(ids[:start]) if start or chosen[0] else None
+        return Outcome(text, self.decode(ids, *self.size_of(ids)), end=len(ids))
+
     @torch.no_grad()
     def decode(self, ids: Tensor, height: int, width: int) -> Tensor:
         """Decode the image tokens of an answer (T,) to an image (3, height, width) uint8."""

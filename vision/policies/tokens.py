@@ -287,14 +287,19 @@ class Tokens:
     ) -> Trajectory:
         """Restore a row from values (T,) that the engine recorded per token, such as ids and temperature.
 
-        A conversation is encoded again turn by turn from its transcript.
+        A conversation is encoded again turn by turn from its transcript. Tokens that the engine inserted have
+        the temperature 0.
         """
-        ids, temperature = notes["token"].long(), float(notes["temperature"][0])
+        ids, temperature = notes["token"].long(), float(notes["temperature"].max())
+        chosen = None if notes["temperature"].all() else notes["temperature"] > 0
         script = transcript or Transcript((), (ids,), ())  # a single answer is a conversation of one turn
         turns = encode_transcript(self.prompt_encoder, prompt, script)
-        outcome = Outcome(text=self.prompt_encoder.text(turns[-1][1]), end=len(ids))
+        if self.images and chosen is not None:
+            outcome = self.images.outcome(ids, chosen)
+        else:
+            outcome = Outcome(text=self.prompt_encoder.text(turns[-1][1]), end=len(ids))
         restored = {name: note.float() for name, note in notes.items()} | {"token": ids}
-        row = TokenRow.of_turns(turns, temperature)
+        row = replace(TokenRow.of_turns(turns, temperature), chosen=chosen)
         return Trajectory(
             prompt, prompt.uid, (outcome,), row, len(ids), restored, on_policy=False, transcript=transcript
         )
