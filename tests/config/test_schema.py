@@ -210,6 +210,10 @@ def test_one_piece_is_a_list_of_one(given):
         ({"learn": {"max_grad_norm": "1"}}, "'learn.max_grad_norm' must be a number, not '1'"),
         ({"learn": 3}, "'learn' must be a mapping, not 3"),
         ({"rewards": {"weight": 2.0}}, r"'rewards\[0\]' must be a name, or a mapping with a name"),
+        (
+            {"rewards": {"0": {"weight": 2.0}}},
+            r"'rewards' is empty, so 'rewards\[0\]' cannot be changed; give the list",
+        ),
         ({"rewards": 3}, r"'rewards\[0\]' must be a name, or a mapping with a name; not 3"),
         ({"advantage": ["total", 3]}, r"'advantage\[1\]' must be a name, or a mapping with a name; not 3"),
         ({"objective": {"surrogate": "clip"}}, "'objective' must be a name, or a mapping with a name"),
