@@ -25,9 +25,19 @@ mkdir "$env/work"
 cd "$env/work"
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 mmrl() { "$env/bin/mmrl" "$@"; }
-for command in train evaluate generate chat check doctor estimate-memory report build compare compare-answers pareto-front data env export keys list push watch; do
-    mmrl "$command" --help > /dev/null
-done
+# In one process, because each would import torch anew.
+"$env/bin/python" - train evaluate generate chat check doctor estimate-memory report build compare compare-answers pareto-front data env export keys list push watch > help.txt <<'PY'
+import sys
+from mmrl.cli import main
+for command in sys.argv[1:]:
+    try:
+        main([command, "--help"])
+    except SystemExit as end:
+        assert end.code == 0, command
+    else:
+        raise AssertionError(command)
+PY
+test "$(grep -c '^usage: ' help.txt)" = 19
 for number in 1 2 3 4 5 6 7 8; do
     echo "{\"question\": \"What is $number and $number?\", \"answer\": \"$((number + number))\"}"
 done > rows.jsonl
