@@ -267,9 +267,9 @@ BUDGETS = {
     "advantages": 1420,
     "api": 730,
     "builders": 160,
-    "cli": 2240,
+    "cli": 2250,
     "compression": 3630,
-    "config": 3020,
+    "config": 3040,
     "core": 3860,
     "data": 3150,
     "datasets": 60,
@@ -277,7 +277,7 @@ BUDGETS = {
     "diffusion": 8150,
     "engines": 1420,
     "flat files": 2390,
-    "inference": 1780,
+    "inference": 1850,
     "kv_cache": 2330,
     "objectives": 1620,
     "papers": 11480,
@@ -285,9 +285,9 @@ BUDGETS = {
     "rewards": 2030,
     "runtime": 4050,
     "samplers": 910,
-    "training": 3080,
+    "training": 3100,
     "trl": 1400,
-    "vision": 24660,
+    "vision": 24880,
 }
 
 
