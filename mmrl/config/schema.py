@@ -340,8 +340,6 @@ def convert(value: Any, wanted: Any, place: str) -> Any:
         return value if origin is Literal else wanted(value)
     check_finite(value, place)
     one_piece = inner[:1] == (Piece,) and type(value) not in (list, tuple)
-    if one_piece and isinstance(value, Mapping) and value and all(str(key).isdigit() for key in value):
-        raise ConfigError(f"'{place}' is empty, so '{place}[{min(value)}]' cannot be changed; give the list")
     match [value] if one_piece else value:  # one piece is a list of one
         case Mapping() if dataclasses.is_dataclass(wanted):
             return _parse(value, typing.cast(type, wanted), place, False, None)
@@ -379,6 +377,9 @@ def as_piece(value: Any, place: str) -> Piece:
             return Piece(value)
         case {"name": str(name), **options}:
             return Piece(name, {str(key): option for key, option in options.items()})
+        case Mapping() if value and all(str(key).isdigit() for key in value):
+            listed = place.rpartition("[")[0] or place
+            raise ConfigError(f"'{listed}' is empty, so '{place}' cannot be changed; give the list")
     raise ConfigError(f"'{place}' must be a name, or a mapping with a name; not {value!r}")
 
 
