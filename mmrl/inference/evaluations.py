@@ -188,14 +188,12 @@ def explain(first: StoredEvaluation, second: StoredEvaluation) -> Explanation:
     # Skip the code hashes of different pieces, which always differ.
     changed = {k: (a, b) for k, (a, b) in changed.items() if not inside(k, "code") or same_name(a, b)}
     answered = first.uids
-    rendering = Rendering(
-        first, first.config, [uid for uid in by_prompt(second.predictions) if uid in answered]
-    )
-    effects = scoring_effects(
-        first, {key: values for key, values in changed.items() if inside(key, *SCORING)}
-    )
+    shared = [uid for uid in by_prompt(second.predictions) if uid in answered]
+    rendering = Rendering(first.read_prompts, first.config, shared)
+    scoring = {setting: values for setting, values in changed.items() if inside(setting, *SCORING)}
+    effects = scoring_effects(first, scoring)
     for setting, (a, b) in changed.items():
-        if inside(setting, *SCORING):
+        if setting in scoring:
             continue
         known: dict[str, Any] = {}
         try:

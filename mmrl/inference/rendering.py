@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from mmrl.config.changes import inside
 from mmrl.config.schema import EvaluateConfig
@@ -16,24 +16,21 @@ from mmrl.data.readable import engines_of, prompt_check
 from mmrl.reporting.effects import PromptDifference, prompt_difference
 
 
-class ReadsPrompts(Protocol):
-    """An evaluation whose prompts can be read again, by uid."""
-
-    @property
-    def prompts(self) -> Mapping[str, Prompt]:
-        """The prompts as the evaluation read them."""
-        ...
-
-    def read_prompts(self, config: EvaluateConfig) -> Mapping[str, Prompt]:
-        """Read the same prompts from the data of another configuration."""
-        ...
-
-
 class Rendering:
     """Prompts of an evaluation as the model reads them, rendered without weights for changed settings."""
 
-    def __init__(self, stored: ReadsPrompts, config: EvaluateConfig, uids: Sequence[str]) -> None:
-        self.stored, self.config, self.uids = stored, config, uids
+    def __init__(
+        self,
+        read: Callable[[EvaluateConfig], Mapping[str, Prompt]],
+        config: EvaluateConfig,
+        uids: Sequence[str],
+    ) -> None:
+        self.read, self.config, self.uids = read, config, uids
+
+    @cached_property
+    def prompts(self) -> Mapping[str, Prompt]:
+        """The prompts as the evaluation read them, by uid."""
+        return self.read(self.config)
 
     @cached_property
     def renderer(self) -> Any:
@@ -43,7 +40,7 @@ class Rendering:
     @cached_property
     def texts(self) -> dict[str, tuple[str, str]]:
         """Text and input hash of every prompt under the settings of the evaluation."""
-        return self._render(self.config, self.stored.prompts)
+        return self._render(self.config, self.prompts)
 
     def difference(self, setting: str, value: Any) -> PromptDifference | None:
         """Count the prompts whose inputs differ under another setting; None if it cannot change prompts."""
@@ -51,9 +48,7 @@ class Rendering:
         if option and option[1] not in getattr(self.renderer, "rendering", ()):
             return None
         config = changed_config(self.config, {setting: value})
-        prompts = (
-            self.stored.read_prompts(config) if inside(setting, "evaluation.data") else self.stored.prompts
-        )
+        prompts = self.read(config) if inside(setting, "evaluation.data") else self.prompts
         return prompt_difference(self.texts, self._render(config, prompts), self.uids)
 
     def _render(self, config: EvaluateConfig, prompts: Mapping[str, Prompt]) -> dict[str, tuple[str, str]]:
