@@ -287,7 +287,7 @@ BUDGETS = {
     "samplers": 910,
     "training": 3080,
     "trl": 1400,
-    "vision": 24660,
+    "vision": 24790,
 }
 
 

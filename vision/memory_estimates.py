@@ -26,8 +26,8 @@ from mmrl.runtime.modules import LOW, evaluating
 from mmrl.runtime.output_head import OutputHead
 from mmrl.vision.decoding import step_model
 from mmrl.vision.decoding.decoding import CachedReader, draw_tokens
+from mmrl.vision.decoding.image_reader import ImageReader
 from mmrl.vision.decoding.token_steps import TokenSteps, continued
-from mmrl.vision.engines.generate_images import ImageReader
 from mmrl.vision.models.image_writer import IMAGE
 from mmrl.vision.models.loading import TokenPolicy
 from mmrl.vision.models.processor import EncodedPrompt

@@ -19,8 +19,8 @@ from mmrl.config.schema import Piece
 from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt, Rollouts, Trajectory, reading
 from mmrl.vision.decoding.decoding import CachedReader, GenerationRequest
-from mmrl.vision.decoding.guidance import guide
-from mmrl.vision.decoding.token_steps import FORBIDDEN, TokenRow, continued
+from mmrl.vision.decoding.image_reader import ImageReader
+from mmrl.vision.decoding.token_steps import TokenRow, continued
 from mmrl.vision.engines.generate import Generate
 from mmrl.vision.models import loading
 from mmrl.vision.models.image_writer import IMAGE, ImageWriter
@@ -182,48 +182,3 @@ class _Row(GenerationRequest):
     """An image to generate, with its layout (L,)."""
 
     layout: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-
-
-class ImageReader:
-    """Computes the guided logits of image tokens, and forces the control tokens of layouts.
-
-    Args:
-        reader: Reader of the prompts, texts and begin-of-image tokens of n rows.
-        second: Reader of the negative prompt and begin-of-image; None: no guidance.
-        scale: Guidance scale.
-        ids: Ids (C,) of the image tokens.
-        layouts: Layout (L,) of each row, after begin-of-image.
-    """
-
-    def __init__(
-        self,
-        reader: CachedReader,
-        second: CachedReader | None,
-        scale: float,
-        ids: Tensor,
-        layouts: Sequence[Tensor],
-    ) -> None:
-        self.readers, self.scale = [reader, *([second] if second else [])], scale
-        for one in self.readers:
-            one.forbidden = one.forbidden[:0]  # the layout decides
-        device = reader.prefix.last.device
-        self.ids, self.time = ids.to(device), 0
-        self.layouts = torch.nn.utils.rnn.pad_sequence(list(layouts), batch_first=True).to(device)
-
-    def read(self, token: Tensor | None) -> Tensor:
-        """Append one token per row (n,); return the next logits (n, V), float32."""
-        values = [reader.read(token) for reader in self.readers]
-        logits = guide(*values, self.scale) if len(values) > 1 else values[0]
-        slot, self.time = self.layouts[:, self.time], self.time + 1
-        masked = torch.full_like(logits, FORBIDDEN)
-        masked[:, self.ids] = logits[:, self.ids]
-        forced = (slot != IMAGE).nonzero()[:, 0]
-        masked[forced] = FORBIDDEN
-        masked[forced, slot[forced]] = 0.0
-        return masked
-
-    def keep(self, rows: Tensor) -> None:
-        """Keep only the rows with these indices (k,)."""
-        for reader in self.readers:
-            reader.keep(rows)
-        self.layouts = self.layouts[rows]
