@@ -121,10 +121,8 @@ def split_training(scenes: Path) -> None:
     rows = [json.loads(line) for line in (scenes / "train.jsonl").read_text().splitlines()]
     count = round(CAPTIONED * len(rows))
     shown = [{"id": row["id"], "image": row["image"], "question": ASKED} for row in rows]
-    learned = [
-        {**mine, "answer": row["captions"][0], "prompt": row["captions"][0]}
-        for mine, row in zip(shown[:count], rows, strict=False)
-    ]
+    learned = [{**mine, "answer": row["captions"][0]} for mine, row in zip(shown[:count], rows, strict=False)]
+    captioned = [{"id": row["id"], "image": row["image"], "prompt": row["answer"]} for row in learned]
     # A pretrained language model knows captions without images; this one learns them from these rows.
     blind = [
         {"id": f"{row['id']} unseen", "question": row["question"], "answer": row["answer"]}
@@ -133,7 +131,7 @@ def split_training(scenes: Path) -> None:
     # Contents of the unlabelled images, for the measurement alone, under the ids of the pairs.
     truth = [{**row, "id": f"unlabelled.jsonl:{i}"} for i, row in enumerate(rows[count:], 1)]
     for name, some in (
-        ("captioned", learned),
+        ("captioned", captioned),
         ("lessons", [*learned, *blind]),
         ("unlabelled", shown[count:]),
         ("truth", truth),
