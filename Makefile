@@ -45,9 +45,9 @@ test: .venv/mmrl
 	@$(TIMED) $(STATIC) && $(PYTEST) -m "not slow" $(ARGS)
 
 # And what takes long: Ray, machines in namespaces, random kills, every family with every option, 1,000 inputs of every
-# fuzz test, demos, servers of vLLM where `make vllm` was run, and an installation without extras.
+# fuzz test, demos with the packages of `make demo-pairs`, servers of vLLM where `make vllm` was run, and an installation without extras.
 test-all: WORKERS = 3
-test-all: .venv/mmrl
+test-all: .venv/mmrl .venv/pairs
 	@$(TIMED) $(STATIC) && MMRL_FUZZ=1000 MMRL_VLLM=$(or $(MMRL_VLLM),$(wildcard .venv-vllm)) \
 		MMRL_LMMS=$(or $(MMRL_LMMS),$(wildcard .venv-lmms)) $(PYTEST) $(ARGS) \
 		&& sh tests/plain_install.sh .venv-plain
