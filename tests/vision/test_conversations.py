@@ -206,6 +206,14 @@ def test_a_conversation_may_repeat_the_prompt_and_the_chosen_answer(home):
         read(home, {**row, "messages": [FIRST, BLUE]}, dataset=preference_pairs)
 
 
+def test_a_margin_that_is_no_number_is_an_error_before_the_run(home):
+    row = {"prompt": "a", "chosen": "red", "rejected": "blue"}
+    with pytest.raises(RowError, match="wanted a finite number as `margin`, got 'large'"):
+        read(home, {**row, "margin": "large"}, dataset=preference_pairs)
+    for margin in (2, "0.5", [4, 2], "", None):
+        assert read(home, {**row, "margin": margin}, dataset=preference_pairs)
+
+
 @pytest.mark.parametrize("side", ["chosen", "rejected"])
 def test_a_score_of_one_side_alone_is_an_error(home, side):
     """The other side would get 1 or 0, on another scale than the score."""

@@ -108,6 +108,9 @@ def _pair(row: DataRow, media: RowMedia, position: int) -> Prompt:
     contents = [(one.asked, one.turns, (one.text or "").strip(), one.extra) for one in (chosen, rejected)]
     if contents[0] == contents[1]:
         raise RowError(f"wanted `chosen` and `rejected` that differ, got {short(chosen.text)} twice")
+    margin = unpacked(row.all.get("margin"))  # TRL's column, which `pair_column` reads during training
+    for value in margin if isinstance(margin, list) else [margin] * has_content(margin):
+        number(value, "margin")
     answers = tuple(
         replace(answer, recorded=recorded)
         for answer, recorded in zip((chosen, rejected), _recorded(columns), strict=True)
