@@ -130,6 +130,8 @@ def test_the_command_writes_one_page_and_figures(home, capsys):
     assert [EVIL, "2", "0.9", "", ""] in rows
     assert main(["report", str(home / "fast"), "--group", "seed"]) == 2
     assert "--group needs several runs" in capsys.readouterr().err
+    assert main(["report", str(home / "fast"), str(home / "fast" / ".." / "fast")]) == 2
+    assert "the same run is named twice" in capsys.readouterr().err
 
 
 def test_names_of_figures_are_safe_and_distinct(tmp_path):
