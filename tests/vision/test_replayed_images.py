@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 
 import pytest
 import torch
@@ -22,23 +21,11 @@ from mmrl.vision.engines.generate_images import GenerateImages
 from mmrl.vision.policies.tokens import Tokens
 from tests.support.configs import method_file
 from tests.support.resuming import without_times
-from tests.vision.tiny_image_writers import WRITERS
+from tests.vision.test_generate_images import SIZES, SLOW, writers
 
-SIZES = {"emu3": (8, 12), "chameleon": (16, 16), "janus": (16, 16)}
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("chameleon", "janus")]
+__all__ = ["writers"]
+
 PROMPTS = [Prompt(words, (Message("user", (Part(words),)),)) for words in ("a red ball", "two")]
-
-
-@pytest.fixture(scope="module")
-def writers(tmp_path_factory):
-    """Find the tiny model of a family; nobody writes to it."""
-
-    @cache
-    def find(family):
-        WRITERS[family](folder := tmp_path_factory.mktemp(family))
-        return folder
-
-    return find
 
 
 @pytest.mark.parametrize("family", ["emu3", *SLOW])

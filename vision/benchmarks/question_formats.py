@@ -80,6 +80,11 @@ class Format:
     open_prompt: str = ""
     line: str = "({letter}) {choice}"
 
+    def words(self, item: Item) -> dict[str, Any]:
+        """Return what fills the fields of the templates for a question, other than columns and subtitles."""
+        lines = [self.line.format(letter=chr(65 + i), choice=choice) for i, choice in enumerate(item.choices)]
+        return {"hint": "", **item.named, "question": item.question, "choices": "\n".join(lines)}
+
 
 def benchmark_rows(path: Path, name: Benchmark) -> Iterator[DataRow]:
     """Read the rows of a file or folder; a row that lacks columns of its benchmark gets a `fault`."""

@@ -79,9 +79,7 @@ def benchmark(
         item = form.parse(row.columns, row, place)
         if not item.answers and not unlabelled:
             raise RowError("its answer is not published; `unlabelled: true` keeps it, for predictions alone")
-        lines = [form.line.format(letter=chr(65 + i), choice=choice) for i, choice in enumerate(item.choices)]
-        words = {**row.all, "hint": "", **item.named, "question": item.question, "choices": "\n".join(lines)}
-        words["subtitles"] = shown.subtitles(item) if subtitles else ""
+        words = {**row.all, **form.words(item), "subtitles": shown.subtitles(item) if subtitles else ""}
         asked, parts = shown.placed(item, fill_template(templates[bool(item.choices)], words), row.place)
         kept = {key: value for key, value in row.others.items() if key not in media_columns()}
         kept |= {**item.named, "benchmark": format, "choices": list(item.choices)}
@@ -96,10 +94,7 @@ def benchmark(
     prompts = read_prompts(source, rows, make, reads=reads, bad_rows=bad_rows, limit=limit)
     if format == "mmbench" and max(map(len, rotations.values())) == 1:
         log.warning("'%s' asks every question once; CircularEval needs the rows of all rotations", source)
-    if shown.missing:
-        log.warning(
-            "%d of %d videos have no subtitles in '%s'", len(shown.missing), len(rotations), subtitles
-        )
+    shown.name_missing(len(rotations))
     return attach_answers(prompts, precomputed, answers, limit)
 
 
@@ -151,6 +146,11 @@ class _Shown:
         """Return the path of an item's video; Video-MME's ids lack the suffix, which is appended."""
         name = str(item.media[0][1])
         return name + self.extension if item.named.get("video") == name else name
+
+    def name_missing(self, videos: int) -> None:
+        """Warn of videos without subtitles, of this number of videos."""
+        if self.missing:
+            log.warning("%d of %d videos have no subtitles in '%s'", len(self.missing), videos, self.folder)
 
     def subtitles(self, item: Item) -> str:
         """Return the subtitles at the sampled frames, with a heading; "" for a video without any."""
