@@ -156,8 +156,6 @@ def report(given: argparse.Namespace) -> None:
 
     if given.group and len(given.runs) == 1:
         raise ConfigError("--group needs several runs")
-    if len({folder.resolve() for folder in given.runs}) < len(given.runs):
-        raise ConfigError("the same run is named twice; name each run once")
     if len(given.runs) == 1 and read_stages(given.runs[0]):
         path = write_report(given.runs[0], given.output)
     elif len(given.runs) == 1:

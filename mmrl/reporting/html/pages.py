@@ -63,6 +63,8 @@ def write_comparison(
     The figures of runs are also written as SVG and CSV, into the folder `{page}_figures` beside the page.
     """
     runs = [find_run(folder) for folder in folders]
+    if len({run.folder.resolve() for run in runs}) < len(runs):
+        raise ConfigError("the same run is named twice; name each run once")
     page = comparison(runs, stages=stages, group=group)
     if not stages:
         columns = group_runs(named(runs), group)
