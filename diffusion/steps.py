@@ -121,7 +121,10 @@ class SizedSteps:
         return parts[0] if len(held) == 1 else SizedSteps(parts, *renumbered(self.buckets[rows]))
 
     def join(self, outputs: Sequence[StepOutput]) -> StepOutput:
-        """Concatenate the outputs of all sizes in row order; raises `ValueError` for latent-shaped ones."""
+        """Join outputs that were computed for each latent size apart, in the order of rows.
+
+        Raises `ValueError` for outputs with the shape of latents, because these differ in size.
+        """
         order = torch.cat([(self.buckets == i).nonzero()[:, 0] for i in range(len(self.parts))]).argsort()
         for name, value in outputs[0].extra.items():
             if value.ndim > 2:

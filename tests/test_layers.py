@@ -274,7 +274,7 @@ BUDGETS = {
     "data": 3150,
     "datasets": 60,
     "diagnostics": 1650,
-    "diffusion": 8150,
+    "diffusion": 8160,
     "engines": 1420,
     "flat files": 2390,
     "inference": 1850,

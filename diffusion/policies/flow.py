@@ -48,7 +48,7 @@ def check_negative(model: str, family: PipelineFamily, negative_prompt: str) -> 
 
 @policy(packages=PACKAGES)
 class Flow:
-    """Policy that wraps a flow-matching pipeline of diffusers; the likelihood defines a training step.
+    """Policy that wraps a flow-matching pipeline of diffusers.
 
     Text encoders and autoencoder stay frozen; encoded texts are cached. Trained weights are float32; the
     network computes in `dtype`, and denoising steps are computed in float32. `evaluations` counts the rows
@@ -56,13 +56,15 @@ class Flow:
 
     Args:
         model: Hub id or folder of the pipeline.
-        likelihood: Defines a training step: `diffusion.matching` or `diffusion.transition`.
+        likelihood: What a training step is, and its log-likelihood: `diffusion.matching` (a random time and
+            noise) or `diffusion.transition` (a denoising step).
         dtype: Precision of the network's computation.
-        networks: Networks to train in a pipeline with one for `high` and one for `low` noise. Steps at times
-            of a frozen network have no gradient.
+        networks: Networks to train in a pipeline with one for `high` and one for `low` noise. Steps whose
+            noise belongs to a network that is not trained have no gradient.
         lora_rank: Rank of a LoRA adapter on the frozen network; 0 trains the whole network.
         lora_alpha: The adapter is scaled by `lora_alpha` / rank. Default: twice the rank, or as in `adapter`.
-        adapter: Folder of a saved adapter of rank `lora_rank` to train further, with its own settings.
+        adapter: Folder of a saved adapter to train further. Its rank must be `lora_rank`; its other settings
+            come from the folder.
         targets: Names of the modules that get LoRA; by default the names that the model family lists.
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
         negative_prompt: Text that classifier-free guidance (scale above 1) leads away from.

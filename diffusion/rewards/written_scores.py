@@ -62,7 +62,10 @@ class Written(Asking):
     def edit_scores(
         self, prompts: Sequence[Prompt], outcomes: Sequence[Outcome], following: str, quality: str, turn: int
     ) -> list[float | Unread]:
-        """Score edits from 0 to 10: root of the lowest `following` score times the lowest `quality` score."""
+        """Score edits from 0 to 10: the square root of the product of two numbers.
+
+        These are the lowest score in the reply to the published prompt `following`, and in that to `quality`.
+        """
         if missing := [p.uid for p, o in zip(prompts, outcomes, strict=True) if o.image is None]:
             raise ValueError(f"{self.name} scores edited images; an outcome of prompt '{missing[0]}' is none")
         uids = [f"{uid}/{turn}" for uid in unique_names(prompts)]

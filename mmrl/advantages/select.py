@@ -1,4 +1,4 @@
-"""Advantage functions that select rows, or steps and outcomes of rows."""
+"""Advantage functions that leave rows or steps out of training, or value every step or outcome by itself."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _UNREADABLE = (OSError, ValueError, TypeError, RecursionError, OmegaConfBaseExce
 
 
 # Shorthand keys at the top of a file, with the functions that expand them to other keys. A function gets
-# the key's value, the merged configuration, the other keys of the file without includes, and the overrides.
+# the key's value, the merged configuration, the other keys of this file (without included files), overrides.
 SHORTHANDS: dict[str, Callable[..., dict[str, Any]]] = {}
 
 

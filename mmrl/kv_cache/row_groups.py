@@ -54,7 +54,10 @@ class RowGroups:
 
     @cached_property
     def _places(self) -> tuple[Tensor, int, bool]:
-        """Each row's index in its group, the largest group size, and whether groups are equal and sorted."""
+        """Each row's index in its group, the largest group size, and whether the layout is regular.
+
+        It is if all groups have the same size and the rows are sorted by group.
+        """
         place = rank_equal(self.owner.cpu()).to(self.owner.device)
         largest = int(place.max()) + 1
         even = torch.arange(self.count, device=self.owner.device).repeat_interleave(largest)

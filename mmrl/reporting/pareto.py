@@ -126,7 +126,7 @@ def show(compared: SettingsComparison) -> None:
 
 
 def page(title: str, compared: SettingsComparison, plots: Sequence[str]) -> str:
-    """Render the page of a comparison: a table, a plot (SVG) per cost, and the changes of each setting."""
+    """Render the page of a comparison: a table, a plot (SVG) per cost, and each setting's changed options."""
     metric, part = compared.metric, macros()
     note = part.note(
         f"All settings answered the same {compared.prompts} prompts. Intervals are bootstrap intervals over "

@@ -53,8 +53,8 @@ class OwnAnswer:
     """The correct answer of a prompt in all accepted spellings, with which a reward is checked.
 
     The check requires a reward of at least `full` for each of `texts`, and less for answers of other prompts.
-    For a reward of images, a text describes the image. `unfit` is a warning about a target in another
-    form than the options name, which the reward nevertheless accepts.
+    For a reward of images, a text describes the image. `unfit` is a warning for a target that has another
+    form than the option `form` says, although the reward accepts it.
     """
 
     texts: tuple[str, ...]

@@ -18,9 +18,10 @@ Boxes = Mapping[int, tuple[str, Any]]  # id of an annotation to (image file, lef
 def refcoco_rows(path: Path, instances: str = "", split: str = "") -> Iterator[DataRow]:
     """Read one row per referring expression: `image`, `query` and `bbox` (left, top, right, bottom).
 
-    Three layouts are known: refs as JSON (`sentences`, `ann_id`, `image_id`) with COCO `instances`; a box
-    with a list of expressions as `answer` (parquet of the hub: left, top, width, height); one expression as
-    `sent` (Qwen-VL: left, top, right, bottom). `split` selects the rows of one split.
+    Three layouts are known. JSON refs have `sentences`, `ann_id` and `image_id`; their boxes come from COCO's
+    `instances`. Parquet files of the hub have a list of expressions as `answer`, and boxes (left, top, width,
+    height). Rows of Qwen-VL have one expression as `sent`, and boxes (left, top, right, bottom). `split`
+    selects the rows of one split.
     """
     if path.suffix in (".p", ".pkl", ".pickle"):
         raise SourceError(f"'{path}' is a pickle, which can run code and is never read; convert it to JSON")

@@ -44,9 +44,10 @@ class Unconditional:
 
 @dataclass(frozen=True, eq=False)
 class ImageTokens:
-    """Image tokens, the softmax support of each token, and the guidance scale.
+    """The image tokens of a vocabulary, and their guidance scale.
 
-    Image tokens are normalised over the image tokens, others over all tokens but the forbidden ones.
+    The probability of an image token is a softmax over the image tokens alone, that of any other token over
+    all tokens but the forbidden ones.
     """
 
     ids: Tensor  # (C,) ids of the image tokens

@@ -17,7 +17,7 @@ from mmrl.kv_cache.layout import placeholder_ids
 from mmrl.vision.models.model_families import family_of
 
 # A prefix gets its own node if this saves at least SAVED tokens, and at least the fraction GAIN of the tokens
-# in and below the node. A node costs one more forward pass, about the time of SAVED tokens in a longer pass.
+# in and below the node. A node costs one more forward pass, as long as SAVED more tokens in another pass.
 SAVED, GAIN = 64, 0.05
 ROOT = -1  # the `parent` of root nodes
 

@@ -26,7 +26,7 @@ FORBIDDEN = -1e30
 class Suffix:
     """Tokens of a conversation after its prompt: sampled tokens, and the replies between them."""
 
-    ids: Tensor  # (L,); the last token was sampled
+    ids: Tensor  # (L,); ends with a sampled token, not with a reply
     positions: Tensor  # (A, L) rotary positions on A axes
     chosen: Tensor  # (T,) indices of the sampled tokens in `ids`
     media: Mapping[str, Tensor] = field(default_factory=dict)  # tensors of images and videos in replies

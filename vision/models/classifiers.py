@@ -1,8 +1,8 @@
-"""Folders of reward models: sequence classifiers of transformers, or a language model and `SCORE`.
+"""Folders of reward models: a sequence classifier of transformers, or a language model with a score layer.
 
 transformers has a class for sequence classification of some families only (Qwen2, Qwen3, Llama, Gemma 3,
-Qwen3.5). Their folders load with `AutoModelForSequenceClassification`. For other families (Qwen2.5-VL), and
-for adapters, the linear layer is in a file of its own.
+Qwen3.5). Folders of these load with `AutoModelForSequenceClassification`. For other families (Qwen2.5-VL),
+and for adapters, the linear layer that computes the score is in a file of its own, `SCORE`.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def most_image_tokens(check: PromptCheck, medium: Media) -> int:
         return 0  # rendering will raise the error
     check_images(check.encoder.processor)
     if isinstance(medium.source, Path) and medium.source.suffix == ".parquet":
-        return 0  # rows of a table: reading every image header would be slow
+        return 0  # unknown: images inside a parquet file, of which reading every header would be slow
     if medium.source is None:
         height, width = medium.load().pixels.shape[-2:]
     else:

@@ -89,7 +89,7 @@ class WeightsWriter:
 
 def save(model: Any, folder: Path) -> None:
     """Write a model with unsharded weights, from any process."""
-    # Any process may write for all, but transformers would write on the first process only.
+    # The process that saves need not be the first one, but by default transformers saves on the first alone.
     model.should_save_on_this_rank = lambda is_main_process: True
     try:
         model.save_pretrained(str(folder), state_dict=state_of(model))
