@@ -13,6 +13,7 @@ import torch
 from mmrl.references import Reference
 from mmrl.runtime import files
 from mmrl.vision.policies.tokens import Tokens
+from mmrl.vision.serving import weights
 from mmrl.vision.serving.servers import LOCK, locked
 from mmrl.vision.serving.weights import WeightsWriter
 from tests.support.distributed_worker import start
@@ -80,6 +81,22 @@ def test_a_folder_that_a_user_removed_is_let_go_without_a_word(policy, tmp_path,
     del writer
     gc.collect()
     assert not failed and not (tmp_path / "weights").exists()
+
+
+def test_the_garbage_collector_does_not_wait_for_a_lock(policy, tmp_path, monkeypatch):
+    """It may run in the thread that has the lock, which would then wait for itself."""
+    writer = WeightsWriter(policy, tmp_path)
+    kept, at_exit = writer().folder, []
+    with locked(tmp_path / LOCK), monkeypatch.context() as patched:
+        patched.setattr(
+            weights.weakref, "finalize", lambda _, *call, **options: at_exit.append((call, options))
+        )
+        del writer
+        gc.collect()
+        assert kept.is_dir()
+    (((remove, written), options),) = at_exit
+    remove(written, **options)
+    assert not kept.exists()
 
 
 def test_file_systems_without_locks_are_warned_of_once(tmp_path, monkeypatch, caplog):

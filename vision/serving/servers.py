@@ -358,8 +358,11 @@ def pause(seconds: float, given_up: threading.Event) -> None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Lock a file against other threads and processes inside the context."""
+def locked(path: Path, how: int = 0) -> Iterator[None]:
+    """Lock a file against other threads and processes inside the context.
+
+    Raises `BlockingIOError` if `how` is LOCK_NB and the file is locked.
+    """
     with path.open("a") as file:
-        flock(file, fcntl.LOCK_EX)
+        flock(file, fcntl.LOCK_EX | how)
         yield

@@ -118,11 +118,17 @@ def _let_go(folder: Path, used: TextIO) -> None:
         remove(Path(used.name))
 
 
-def _let_go_of_all(written: Mapping[Path, TextIO]) -> None:
-    """Remove all folders that no other learner uses."""
+def _let_go_of_all(written: Mapping[Path, TextIO], how: int = fcntl.LOCK_NB) -> None:
+    """Remove all folders that no other learner uses; with LOCK_NB, locked ones at the program's end.
+
+    The garbage collector may call it in any thread, also in one that has the lock: it must not wait for it.
+    """
     for folder, used in written.items():
         if not folder.exists():  # a user removed it before the process ended
             used.close()
             continue
-        with locked(folder.parent / LOCK):  # another process may be locking it
-            _let_go(folder, used)
+        try:
+            with locked(folder.parent / LOCK, how):
+                _let_go(folder, used)
+        except BlockingIOError:
+            weakref.finalize(WeightsWriter, _let_go_of_all, {folder: used}, how=0)  # at the program's end
