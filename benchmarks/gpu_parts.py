@@ -267,7 +267,7 @@ def memory(toy: bool) -> tuple[Figures, list[Claim]]:
     from benchmarks.memory import measure_apart
 
     cases = ["full"] if toy else ["full", "bfloat16", "adapter", "checkpointing"]
-    lines = {name: measure_apart(name, 512 if toy else 2048) for name in cases}
+    lines = {name: measure_apart(name, 256 if toy else 2048) for name in cases}
     claims = []
     for name, line in lines.items():
         gap = abs(line["estimated_over_measured"] - 1)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from safetensors.torch import load_file
 
 from mmrl.build import build
 from mmrl.config.schema import Config, parse
-from mmrl.core.rng import Stream
 from mmrl.reporting import html
 from mmrl.reporting.metrics import Journal
 from mmrl.runtime.links import Links
@@ -26,25 +23,9 @@ from tests.support.resuming import without_times
 from tests.support.toys import plan
 from tests.vision import tiny
 
-HERE = __name__
 reason = unable() if os.environ.get("RANK") is None else ""
 needs_machines = pytest.mark.skipif(bool(reason), reason=reason or "two machines")
 WORKER = "tests.support.distributed_worker"
-
-
-class Dying:
-    """A label whose process is killed, or waits, at a step on the second machine, once."""
-
-    def __init__(self, *, stream: Stream, how: str, once: str, step: int = 3) -> None:
-        self.stream, self.how, self.once, self.step = stream, how, Path(once), step
-
-    def __call__(self, prompts, outcomes):
-        if os.environ.get("RANK") == "1" and self.stream.step == self.step and not self.once.exists():
-            self.once.touch()
-            if self.how == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(600)
-        return [0.0] * len(outcomes)
 
 
 def plan_of(folder, how="killed"):
@@ -53,7 +34,7 @@ def plan_of(folder, how="killed"):
         policy={"name": "tests.support.toys:ToyText", "double": True},
         rewards=[
             "tests.support.toys:share_right",
-            {"name": f"{HERE}:Dying", "how": how, "once": str(folder / "once"), "weight": 0.0},
+            {"name": "tests.support.machines:Dying", "how": how, "once": str(folder / "once"), "weight": 0.0},
         ],
         learn={"optimizer": "sgd", "learning_rate": 0.5},
         rollout={"num_prompts": 5},

@@ -11,9 +11,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from mmrl.core.rng import Stream
 
 ADDRESSES = ("10.97.41.1", "10.97.41.2")
 PORT = 29417
@@ -146,3 +149,21 @@ def accelerate(number: int, *command: str) -> list[str]:
         "-m",
         *command,
     ]
+
+
+class Dying:
+    """A label whose process is killed, or waits, at a step on the second machine, once.
+
+    It stands here and not in its test, so that the processes on the machines don't import the test.
+    """
+
+    def __init__(self, *, stream: Stream, how: str, once: str, step: int = 3) -> None:
+        self.stream, self.how, self.once, self.step = stream, how, Path(once), step
+
+    def __call__(self, prompts, outcomes):
+        if os.environ.get("RANK") == "1" and self.stream.step == self.step and not self.once.exists():
+            self.once.touch()
+            if self.how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(600)
+        return [0.0] * len(outcomes)
