@@ -90,15 +90,8 @@ class InFlight:
     @staticmethod
     def of_state(state: Mapping[str, Any]) -> InFlight:
         """Create an instance from the output of `state_dict`."""
-        clock, scheduled = Clock(**state["clock"]), state.get("scheduled", {})
+        clock, scheduled = Clock(**state["clock"]), state["scheduled"]
         return InFlight(state["step"], state["uids"], state["weights"], clock, scheduled, False)
-
-
-def in_flight(state: Mapping[str, Any]) -> deque[InFlight]:
-    """Read the pending requests from a run's state; older checkpoints stored at most one request."""
-    ahead = state.get("ahead") or []
-    listed = [{"step": state["step"], **ahead}] if isinstance(ahead, Mapping) else ahead
-    return deque(map(InFlight.of_state, listed))
 
 
 @dataclass
@@ -354,4 +347,4 @@ class Run:
         self.progress.step, self.progress.reported = state["step"], state["reported"]
         self.progress.best = Best(**state["best"])
         self.signal.load_state_dict(state["signal"])
-        self.ahead = in_flight(state)
+        self.ahead = deque(map(InFlight.of_state, state["ahead"]))

@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from mmrl.config.schema import ConfigError
-from mmrl.core.types import VERSION, Clock, Trajectory
+from mmrl.core.types import VERSION, Trajectory
 from mmrl.costs import operations
 from mmrl.reporting import html
 from mmrl.reporting.metrics import describe_ages, noted_ages
 from mmrl.runtime.requests import taken
 from mmrl.training.ahead import prefetch
 from mmrl.training.loop import evaluate_references, train
-from mmrl.training.trainer import InFlight, in_flight
 from tests.support.resuming import EVERYTHING, assert_alike, killed, resumed, without_times
 from tests.support.toys import STOP, ToyGenerate, ToyRow, prompts, toy_run
 
@@ -117,13 +116,6 @@ def test_a_run_that_is_killed_with_rollouts_in_flight_goes_on_exactly(tmp_path, 
 def note(rows, powers):
     powers.append(float(rows[0].notes["power"][0]))
     return rows
-
-
-def test_a_checkpoint_of_an_earlier_version_has_one_request_without_its_step():
-    weights, clock = [torch.ones(2)], {"step": 3, "metrics": {}, "max_steps": 9}
-    state = {"step": 4, "ahead": {"uids": ["p1"], "weights": weights, "clock": clock}}
-    (read,) = in_flight(state)
-    assert read == InFlight(4, ["p1"], weights, Clock(**clock), {}, False) and not in_flight({"ahead": {}})
 
 
 def test_older_rollouts_are_corrected_by_default(tmp_path):

@@ -73,7 +73,6 @@ def benchmark(
     sampling = FrameSampling(frames_per_second, max_frames=max_frames, total_pixels=total_pixels)
     shown = _Shown(media, sampling, Path(subtitles) if subtitles else None, extension, bool(answers))
     templates = {True: prompt or form.prompt, False: open_prompt or form.open_prompt or form.prompt}
-    rotations = defaultdict[str, set[str]](set)
 
     def make(row: DataRow, place: int) -> Prompt:
         item = form.parse(row.columns, row, place)
@@ -84,18 +83,15 @@ def benchmark(
         kept = {key: value for key, value in row.others.items() if key not in media_columns()}
         kept |= {**item.named, "benchmark": format, "choices": list(item.choices)}
         right = item.answers[0] if len(item.answers) == 1 else item.answers or None
-        rotations[item.cluster].add(item.uid)
+        shown.rotations[item.cluster].add(item.uid)
         tags = {CLUSTER: item.cluster} if item.cluster else {}
         return Prompt(item.uid, (Message("user", interleaved(asked, parts)),), right, (), kept, tags=tags)
 
-    precomputed = read_answers(Path(answers)) if answers else {}
     reads = declared((*form.reads, *template_fields(*templates.values())))
     rows = benchmark_rows(source, format)
     prompts = read_prompts(source, rows, make, reads=reads, bad_rows=bad_rows, limit=limit)
-    if format == "mmbench" and max(map(len, rotations.values())) == 1:
-        log.warning("'%s' asks every question once; CircularEval needs the rows of all rotations", source)
-    shown.name_missing(len(rotations))
-    return attach_answers(prompts, precomputed, answers, limit)
+    shown.name_missing(source, circular=format == "mmbench")
+    return attach_answers(prompts, read_answers(Path(answers)) if answers else {}, answers, limit)
 
 
 @dataclass
@@ -109,6 +105,7 @@ class _Shown:
     scored: bool
     images: dict[str, Media] = field(default_factory=dict)  # by id of the row
     missing: set[str] = field(default_factory=set)  # videos without subtitles
+    rotations: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # rows of a question
 
     def placed(self, item: Item, text: str, place: str) -> tuple[str, list[Media]]:
         """Return a prompt with placeholders for its media, and the media in their order."""
@@ -147,9 +144,12 @@ class _Shown:
         name = str(item.media[0][1])
         return name + self.extension if item.named.get("video") == name else name
 
-    def name_missing(self, videos: int) -> None:
-        """Warn of videos without subtitles, of this number of videos."""
+    def name_missing(self, source: Path, *, circular: bool) -> None:
+        """Warn of videos without subtitles, and with `circular` of rows that hold one rotation a question."""
+        if circular and max(map(len, self.rotations.values())) == 1:
+            log.warning("'%s' asks every question once; CircularEval needs the rows of all rotations", source)
         if self.missing:
+            videos = len(self.rotations)
             log.warning("%d of %d videos have no subtitles in '%s'", len(self.missing), videos, self.folder)
 
     def subtitles(self, item: Item) -> str:

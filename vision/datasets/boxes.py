@@ -81,17 +81,15 @@ def boxes(
         demo: Template of a demonstration, such as "<answer>{answer}</answer>"; empty: no demonstration.
         form: Boxes in rows: `corners` (left, top, right, bottom) or `size` (left, top, width, height).
         given: Unit of boxes in rows: `pixels`, or `thousandths` or `shares` (fractions) of the image size.
-        coordinates: Unit of the boxes in answers. `pixels`: pixels of the image. `thousandths`: thousandths
-            of the image size, as in Qwen2-VL and Qwen3-VL. `shares`: fractions of the image size. `resized`:
-            pixels of the image after resizing by Qwen2.5-VL's processor, which VLM-R1 converts back.
+        coordinates: Unit of the boxes in answers, as for `given`; `thousandths` are those of Qwen2-VL and
+            Qwen3-VL, `resized` pixels after resizing by Qwen2.5-VL's processor, which VLM-R1 converts back.
         patch: For `resized`: the sides are rounded to multiples of this number of pixels.
         min_pixels: For `resized`: minimum number of pixels, as set for the policy.
         max_pixels: For `resized`: maximum number of pixels, as set for the policy.
         bad_rows: Treatment of rows that cannot be used. `error`: raise an error. `drop`: skip and log them.
         limit: Maximum number of rows to read; 0: all rows.
     """
-    source = Path(path)
-    media = MediaRoot.of_rows(source, root)
+    media = MediaRoot.of_rows(source := Path(path), root)
     _check_format(format, instances or split, (form, given) != ("corners", "pixels"))
 
     def make(row: DataRow, number: int) -> Prompt:
