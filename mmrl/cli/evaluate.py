@@ -145,7 +145,7 @@ def _evaluate_with(given: argparse.Namespace) -> None:
 
 
 def _evaluated(source: ModelSource) -> ModelSource:
-    """Return a source that samples as the evaluations of its run do, not as its rollouts."""
+    """Copy a model source, so that it samples with the settings of evaluations instead of rollouts."""
     config = evaluation_of(source.config)
     evaluation = config.evaluation
     if isinstance(source.config, Config):

@@ -234,7 +234,7 @@ def answers(session: Session, asked: Iterable[Asked], size: int) -> Iterator[tup
     for batch in track(batches, "answering", steps, console=console, disable=quiet):
         try:
             rows = session.one_each([item.prompt for item in batch])
-        except PromptError as error:  # the prompt's fault
+        except PromptError as error:  # the user's prompt is wrong: no traceback
             raise ConfigError(str(error)) from error
         for item, row in zip(batch, rows, strict=True):
             yield replace(item, turns=row.turns if len(row.turns) > 1 else ()), row.outcomes[-1]

@@ -126,7 +126,7 @@ class Pieces:
         self.scheduled: dict[str, float] = {}  # current values of scheduled options, by dotted path
 
     def make(self, kind: str, piece: Piece, *wrapped: Any, place: str = "") -> Any:
-        """Look up a piece, check its options and bind them; instantiate a class with `wrapped` first."""
+        """Look up a piece, check and bind its options; a class is instantiated, first arguments `wrapped`."""
         place = place or kind
         bound = self.name(kind, piece, place)
         if leaves_form(bound.entry, bound.options) and (form := self.answer_form()):
@@ -267,7 +267,7 @@ class Pieces:
                     options[name] = self._inner(name, self.policy, f"{place}.{name}")
         if "workers" in call:
             call["workers"] = import_name(WORKERS)(entry, piece.options, call["workers"], place)
-            if call["workers"].runtime_env:  # packages are in the actors' environment
+            if call["workers"].runtime_env:  # the packages are installed there, not here
                 del self.entries[num_entries:]
             self.entries.append(replace(entry, packages={"ray": "ray"}))
         weight, label = call.pop("weight", 1.0), call.pop("label", "")
@@ -277,7 +277,7 @@ class Pieces:
         return bound
 
     def _option(self, name: str, value: Any, wanted: Any, place: str) -> Any:
-        """Convert an option to its type; one named after a kind (`engine`, `reward`) holds pieces of it."""
+        """Convert an option to its type; an option named after a kind, such as `engine`, holds pieces."""
         match value:
             case {"name": _} if name not in HOMES and is_number(wanted):
                 return self.number(value, wanted, place)

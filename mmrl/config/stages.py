@@ -123,7 +123,7 @@ def _gates(stage: dict[str, Any], own: list[str], place: str) -> tuple[Gate, ...
 
 
 def _check_gate(gate: Gate, stage: Stage, stages: Sequence[Stage]) -> None:
-    """Raise `ConfigError` if a gate's metric is not measured, or compares evaluations with other settings."""
+    """Raise `ConfigError` if a gate's metric is not measured, or if it compares two different evaluations."""
     before = None if stage.begins is None else stages[stage.begins]
     if gate.compares and before is None:
         raise ConfigError(

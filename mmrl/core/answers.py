@@ -136,7 +136,7 @@ def _is_article(token: re.Match, text: str, *, first: bool) -> bool:
     word, after = token["word"], text[token.end() : token.end() + 30]
     if word.lower() not in ARTICLES or token["end"]:
         return False
-    if word in ("a", "A"):  # not a capital inside a text or before no noun
+    if word in ("a", "A"):  # only before a noun; a capital only at the start
         noun = re.match(r"[\s\"']+([^\W\d_]{2,})", after)
         return bool(noun and noun[1].lower() not in CONNECTED and (first or word == "a"))
     return bool(re.match(r"\s+\S", after))

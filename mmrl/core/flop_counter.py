@@ -54,7 +54,7 @@ if BUILT:
 
 
 class CountOperations(TorchDispatchMode):
-    """Adds up floating-point operations in `total`, keyed by the innermost label in the list `where`."""
+    """Counts floating-point operations in `total`, a counter keyed by the last label in the list `where`."""
 
     def __init__(self, where: list[str] | None = None) -> None:
         super().__init__()

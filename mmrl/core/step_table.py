@@ -108,7 +108,7 @@ class Batch:
         return first.replace(mask=nothing, advantage=torch.zeros_like(first.advantage), drawn=0.0)
 
     def count(self) -> Totals:
-        """Count masked-in steps, rows and groups with any, and the rows after the filter."""
+        """Count the steps with mask 1, the rows and groups with such steps, and the rows after the filter."""
         rows = self.mask.sum(-1) > 0  # (N,)
         groups = self.group[rows].unique().numel()
         drawn = len(self) if self.drawn is None else self.drawn

@@ -160,9 +160,9 @@ def noted_sums(rollouts: Rollouts, name: str) -> dict[str, float]:
 
 
 def noted_ages(rollouts: Rollouts, step: int) -> dict[str, float]:
-    """Count sampled tokens and those from older weights, with the sum and the maximum of their ages.
+    """Return the numbers of sampled tokens and of tokens from older weights, and the sum and maximum of ages.
 
-    The age of a token is the number of training steps since the weights that sampled it, as of `step`.
+    The age of a token is `step` minus the training step of the weights that sampled it.
     """
     sampled = [row for row in rollouts if row.on_policy]
     noted = [step - row.notes[VERSION].double() for row in sampled if VERSION in row.notes]
