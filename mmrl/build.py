@@ -285,7 +285,7 @@ def make_evaluator(
         correct=wanted.correct,
         unreadable=Unreadable(drops(wanted.data), "evaluation.data"),
     )
-    evaluator.noted = pieces.notes("metric")  # needs all pieces
+    evaluator.noted = pieces.notes("metric")  # after all pieces are built
     return evaluator
 
 

@@ -54,7 +54,7 @@ def first_noted(table: RewardTable, name: str) -> Tensor:
 
 
 def _of_width(note: Tensor, steps: int) -> Tensor:
-    # Notes may be wider than the table, if its longest row was dropped.
+    # Notes are wider than the table if the longest row of the table was dropped.
     return pad_to(note, steps, 1, torch.nan)[:, :steps]
 
 

@@ -85,7 +85,7 @@ class Entry:
     needs: Needs = Needs()
     of_others: frozenset[str] = frozenset()  # outputs read from the model that `against` names
     takes: tuple[str, ...] | None = None  # names of options; None: all keyword-only parameters
-    # Maps a package to the pip extra with it; "form=math:math_verify" applies only with `form: math`.
+    # Maps a package to the pip extra that has it; "form=math:math_verify" applies only with `form: math`.
     packages: Mapping[str, str] = field(default_factory=dict)
     on: str = ""  # when it runs, for kinds with `stages`
     copies_policy: bool = False  # whether the option `policy` defaults to a copy of the run's policy

@@ -176,7 +176,7 @@ def media_refs(value: Any, kind: str, name: str) -> Iterator[MediaRef]:
         match item:
             case bytes():
                 path, data = None, item
-            case {**fields}:  # in rows of `datasets.Image`, one of the two may be null
+            case {**fields}:  # as `datasets.Image` stores it: `path` or `bytes` may be null
                 path, data = fields.get("path", fields.get(kind)), fields.get("bytes")
             case _:
                 path, data = item, None

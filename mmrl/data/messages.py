@@ -19,8 +19,8 @@ READ = ("role", "content")  # keys of a message that are parsed
 KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking")
 NEUTRAL = {"weight": 1, "loss": True}  # keys that weight a turn's loss, with the default values
 CALL = ("id", "type", "index", "function")  # keys of a tool call, besides the keys of its function
-ASKED = ("prompt", "question")  # columns with the question, before `messages`
-NAMES = ("path", "url")  # keys of a part with its file, besides its kind (`image`)
+ASKED = ("prompt", "question")  # columns that may hold the question, tried before `messages`
+NAMES = ("path", "url")  # keys of a message part for its file, besides the kind (`image`)
 Slot = tuple[str, Media | None]  # a placeholder's kind, and the medium if the part contains it
 # Creates a medium from its kind, its value in the row, and its name for errors.
 ReadMedia = Callable[[str, Any, str], Media]

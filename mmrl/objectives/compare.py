@@ -150,7 +150,7 @@ def wpo(
     moved = (batch.advantage * batch.mask != 0).any(-1)
     weights = group_sum(torch.where(moved, surprise, 0.0), index).exp().clamp(max=max_weight)
     loss = implicit_reward.new_zeros(())
-    for group, weight in enumerate(weights):  # one by one: a comparison sums over groups
+    for group, weight in enumerate(weights):  # one group at a time: a comparison returns a sum
         inside = (index == group).to(batch.mask.dtype)[:, None]
         part = batch.replace(mask=batch.mask * inside, advantage=batch.advantage * inside)
         loss = loss + weight * compare(implicit_reward * inside, part)

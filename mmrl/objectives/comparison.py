@@ -105,9 +105,9 @@ def f_divergence(
 @objective
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Minimise comparisons of the rows of each group, plus penalties over all steps.
+    """Loss that compares the rows of each group by their implicit rewards, plus penalties over all steps.
 
-    The implicit reward of a row is the sum over its steps. A pair is a group with advantages 1 and -1.
+    The implicit reward of a row is the sum of its steps' implicit rewards. A pair is a group with advantages 1 and -1.
     Metrics have TRL's names; reported rewards are implicit rewards times the beta of the first comparison.
     Comparisons can read the detached output of the policy as `batch.others["new"]`.
 

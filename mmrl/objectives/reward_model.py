@@ -29,8 +29,9 @@ class BradleyTerry:
     add 0. The loss is the mean over labels; every label has its own `rewards/...` metrics.
 
     With `tie_threshold` above 0, pairs follow the model of Rao and Kupper (1967, doi
-    10.1080/01621459.1967.10482901) with theta = exp(tie_threshold): for a score difference
-    d, a win has the probability sigmoid(d - tie_threshold), a loss sigmoid(-d - tie_threshold), a tie the rest.
+    10.1080/01621459.1967.10482901) with theta = exp(tie_threshold): for a score
+    difference d, the first answer wins with probability sigmoid(d - tie_threshold), the second with
+    sigmoid(-d - tie_threshold), and otherwise they tie.
 
     In `rewards/accuracies`, ties and missing labels count 1/2. In `rewards/chosen` and `rewards/rejected`
     they count with the mean of both scores.

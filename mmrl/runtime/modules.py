@@ -228,7 +228,7 @@ class Derived:
             copied = {id(tensor) for tensor in (*derived.parameters(), *derived.buffers())}
             shared = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
             parameters = list(self.model.parameters())
-            # Originals missing in the copy were replaced. If it only adds weights, any may be their source.
+            # Originals missing in the copy were replaced. New weights may be computed from any original.
             replaced = [parameter for parameter in parameters if id(parameter) not in copied]
             self._read = replaced or (parameters if copied - shared else [])
             self._stamp = self._look()

@@ -347,7 +347,7 @@ class Run:
         """Restore the output of `state_dict`; the model's weights must be loaded before."""
         self.learner.load_state_dict(state)
         for name, reference in self.stateful["references"].items():
-            like = () if name in self.seconds else self.learner.trained  # critics: own parameters
+            like = () if name in self.seconds else self.learner.trained  # critics have their own parameters
             reference.load_state_dict(reshard_state(state["references"][name], like))
         for place, piece in self.stateful["pieces"].items():
             piece.load_state_dict(state["pieces"][place])

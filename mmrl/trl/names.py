@@ -86,7 +86,7 @@ SFT: dict[str, Name] = {
     **_rows(f"{ENGINE}.assistant_only_loss", "rows", "Turns are written as the last one is.",
             assistant_only_loss=False),
 }  # fmt: skip
-SHARED: dict[str, Name] = {  # of DPOConfig and SFTConfig
+SHARED: dict[str, Name] = {  # arguments of both DPOConfig and SFTConfig
     **_rows("", "rows", "Nothing is ever cut: of SFT, a longer row is an error (`bad_rows: drop`).",
             max_length=1024),
     **_rows("", "rows", "Of SFT: as `packing`.", padding_free=False),

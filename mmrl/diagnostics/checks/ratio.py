@@ -25,7 +25,7 @@ def initial_ratio(
     """Check that the ratio of policy to engine is 1 before the first update.
 
     If it is not, the check computes log-probabilities again to find the cause: in evaluation mode, row by
-    row, in float32, and shifted by a step. The first variant with a ratio of 1 is the cause. If the engine is
+    row, in float32, and shifted by a step. The first variant with a ratio of 1 reveals the cause. If the engine is
     less exact on purpose (caches, transforms), the finding is an error only above a KL of `max_kl`.
 
     Args:
