@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mmrl.core.reward_table import RewardTable
 
-HINT, WROTE = "hint", "wrote"  # tags of answers that were sampled with a hint; of rows that are hints
+HINT, WROTE = "hint", "wrote"  # tag of answers sampled with a hint; tag of rows that are a hint
 
 
 def hint_of(table: RewardTable, tag: str = HINT) -> Tensor:

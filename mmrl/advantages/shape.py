@@ -155,7 +155,7 @@ def tempsamp_anchor(
     """
     sampled = (table.ids["on_policy"] == 1)[:, None]
     best = GroupStatistics(table.values, sampled & table.valid, table.index(by)).largest()
-    anchored = torch.where(best.isfinite(), lambda_off * best, table.values)  # -inf: no sampled row
+    anchored = torch.where(best.isfinite(), lambda_off * best, table.values)  # -inf without sampled rows
     return table.put(torch.where(sampled, table.values, anchored))
 
 

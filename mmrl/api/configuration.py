@@ -333,7 +333,7 @@ def with_tools(
 
 
 def rewards_of(factories: Sequence[Factory]) -> list[dict[str, Any]]:
-    """Return a reward configuration, labelled as the environment, for every factory with `get_reward`."""
+    """Return a reward configuration, with the environment's label, for every factory with `get_reward`."""
     return [{"name": "precomputed", "key": f.label, "label": f.label} for f in factories if f.scores]
 
 

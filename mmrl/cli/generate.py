@@ -32,7 +32,7 @@ ENGINE = (
     argument("--seed", type=int, metavar="N", help="of random draws"),
 )
 IMAGES = Path("images")  # default folder of generated images
-ASKED = ("prompt", "messages", "question", "caption")  # columns of questions; the first is used
+ASKED = ("prompt", "messages", "question", "caption")  # columns of questions; a row's first one is used
 ROWS = (".jsonl", ".json", ".parquet")  # suffixes of files with rows
 IS_IMAGES = "this model makes images; name a folder for them as --output, not a file of rows"
 IS_TEXT = "this model answers in words; name a file such as answers.jsonl as --output"

@@ -157,9 +157,9 @@ class Pieces:
 
     def _recipe(self, place: str, name: str) -> Recipe:
         """Return the recipe to rebuild an engine in another process: its policy, and the engines it wraps."""
-        chain = place.rpartition("[")[0]  # `rollout.engine` of `rollout.engine[1]`
+        chain = place.rpartition("[")[0]  # `rollout.engine` if `place` is `rollout.engine[1]`
         before = {at: piece for at, piece in self.engines.items() if at.startswith(f"{chain}[")}
-        own = self.policies.get(f"{place.rpartition('.')[0]}.policy")  # the policy of a judge
+        own = self.policies.get(f"{place.rpartition('.')[0]}.policy")  # a judge has its own
         if (policy := own or self.policies.get("policy")) is None:
             raise ConfigError(f"{place}: '{name}' makes a policy again, but no configuration made one")
         remembering = tuple(piece.name for at, piece in before.items() if at in self.that_are(Stateful))

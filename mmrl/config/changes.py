@@ -57,7 +57,7 @@ def differences(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, Any]]
 
 
 def describe(found: Mapping[str, tuple[Any, Any]], then: str, now: str) -> str:
-    """Format up to `SHOWN` differences: `seed is 0 there and 1 here` if `then` is "there", `now` "here"."""
+    """Format up to `SHOWN` differences as `seed is 0 THEN and 1 NOW`, with the texts of `then` and `now`."""
     texts = [f"{key} is {_short(old)} {then} and {_short(new)} {now}" for key, (old, new) in found.items()]
     rest = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
     return "; ".join(texts[:SHOWN]) + rest

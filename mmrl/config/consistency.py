@@ -189,7 +189,7 @@ def _check_together(config: Config) -> None:
     """Raise `ConfigError` if keys of the configuration contradict each other."""
     learn, rollout, best = config.learn, config.rollout, config.metric_for_best_model
     ends = str(config.until.options.get("of", "")) if config.until else ""
-    # Is every checkpoint evaluated, as `metric_for_best_model` requires?
+    # With `metric_for_best_model`, every checkpoint must be evaluated.
     saves, measures = config.save_steps, config.eval_steps
     times = saves / measures if measures and (0 < saves < 1) <= (measures < 1) else 0.5
     unmeasured = abs(times - round(times)) > 1e-9

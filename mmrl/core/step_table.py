@@ -170,7 +170,7 @@ class Batch:
         for rows in filter(None, micros):
             cost, columns = self._cost(rows), [slice(None)]
             if unit == Unit.STEP and cost > max_steps and num_steps > 1:
-                width = max(1, num_steps * max_steps // cost)  # the cost grows with the width
+                width = max(1, num_steps * max_steps // cost)  # cost is about proportional to width
                 columns = [slice(at, min(at + width, num_steps)) for at in range(0, num_steps, width)]
             yield from ((torch.tensor(rows), column) for column in columns)
 

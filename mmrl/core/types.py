@@ -167,7 +167,7 @@ class Size:
         num_frames: Frames of a video.
         height: In pixels.
         width: In pixels.
-        source: Whether to use the aspect ratio of the prompt's first image, and the engine's number of pixels.
+        source: Use the aspect ratio of the prompt's first image, with the engine's number of pixels.
     """
 
     num_frames: int = 0

@@ -136,7 +136,7 @@ def one_frame(image: Any) -> Frames:
 
 # ---- references to media in rows, in all known layouts
 
-# Columns that contain media in some datasets and texts in others: a text counts if it names a media file.
+# Columns with media in some datasets and texts in others. A text is a medium if it names a media file.
 EITHER = ("chosen", "rejected", "mask", "masks", "foreground", "background", "composite")
 MESSAGES = ("messages", "prompt", "conversations", "chosen", "rejected", "answers")
 

@@ -52,7 +52,7 @@ from mmrl.training.resolved import resolve_defaults
 SCORING = ("evaluation.rewards", "evaluation.metrics", "evaluation.correct")  # settings of scoring
 PROMPTS = ("policy", "evaluation.data")  # settings that rendering can test
 NOT_COMPARED = {"settings", "cost_metrics", "target_metric", "greater_is_better", "imports", "output_dir"}
-SIMPLE = re.compile(r"(?!(?i:true|false|null|yes|no|on|off)$)[A-Za-z/.][\w./:-]*")  # YAML strings without quotes
+SIMPLE = re.compile(r"(?!(?i:true|false|null|yes|no|on|off)$)[A-Za-z/.][\w./:-]*")  # needs no quotes in YAML
 # Errors of rewards, data and models that are reported as the reason why an effect is unknown.
 FAULTS = (ValueError, RewardFault, OSError, ImportError)
 

@@ -200,7 +200,7 @@ class QuantizedLayer(CacheLayer):
             self.length += keys.shape[2]
             return (self, self) if self.fused else self.dense()
         if self.layout.length:
-            repeats = len(keys) // len(self.layout.real)  # layers after the first, which set up the layout
+            repeats = len(keys) // len(self.layout.real)  # the first layer has set up the layout
         else:
             repeats = self.layout.begin(len(keys), keys.shape[2], keys.device)
         self.length = keys.shape[2]

@@ -174,7 +174,7 @@ def margins(implicit_reward: Tensor, batch: Batch, level: Level) -> tuple[Tensor
 def mean_over_groups(loss: Tensor, decided: Tensor, batch: Batch) -> Tensor:
     """Average losses (V, C) over the `decided` columns of each of V groups, then over the update's groups."""
     means = masked_mean(torch.where(decided, loss, 0.0), decided.to(loss.dtype), -1)
-    return means.sum() / (batch.totals.groups or 1.0)  # all groups, decided or not
+    return means.sum() / (batch.totals.groups or 1.0)  # divide by all groups, decided or not
 
 
 # ---- lists: advantages are rewards

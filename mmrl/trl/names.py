@@ -254,7 +254,7 @@ DPO_ONLY = frozenset({*DPO, *SHARED, "use_weighting", "truncation_mode", "precom
 SFT_ONLY = frozenset(
     {*SFT, "packing_strategy", "eval_packing", "dataset_text_field", "dataset_kwargs", "chat_template_path"}
 ) | {"eos_token"}
-# By kind of run: arguments that its configuration class lacks.
+# For each kind of run, the arguments that its configuration class lacks.
 LACKS: dict[str, frozenset[str]] = {
     "grpo": DPO_ONLY | SFT_ONLY,
     "dpo": frozenset(GRPO) | SFT_ONLY,
