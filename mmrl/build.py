@@ -266,7 +266,7 @@ def make_evaluator(
 ) -> Evaluator:
     """Build an evaluator; an engine or rewards missing in `evaluation` are taken from training.
 
-    An `engine` given as argument, such as one of stored answers, replaces those of the configuration.
+    The argument `engine`, such as an engine that returns stored answers, replaces the configured engines.
     """
     config = evaluation_of(config)
     stream, wanted = Stream(config.seed, purpose="evaluate"), config.evaluation

@@ -60,7 +60,7 @@ def virtual_maximum(
 
 @advantage
 def best_margin(table: RewardTable, *, by: Tags = BY_GROUP, eps: NonNegativeFloat = 1e-6) -> RewardTable:
-    """Give a group's best row its lead over the second best, and all others 0 (Pass@k, verl's `grpo_passk`).
+    """Give a group's best row its lead over the second best, and others 0 (Pass@k, verl's `grpo_passk`).
 
     The lead is divided by the standard deviation of the group. It is 0 if two rows are equally good.
     """

@@ -63,9 +63,10 @@ def pairs_with_ties(table: RewardTable, *, by: Tags = ("group", "place")) -> Rew
 
 @advantage
 def kto_kl_rows(table: RewardTable, *, tag: Tag = "unrelated") -> RewardTable:
-    """Keep answers to other prompts at advantage 0, to estimate KTO's reference point z_0 (arXiv 2402.01306).
+    """Keep answers to other prompts at advantage 0, to estimate KTO's z_0 (arXiv 2402.01306).
 
-    Rows with the tag `tag` are such answers. The note `unrelated` tells the objective not to train on them.
+    Rows with the tag `tag` are such answers. z_0 is the reference point of the loss. The note
+    `unrelated` tells the objective not to train on them.
     """
     mismatched = tagged_rows(table, tag)
     noted = mismatched.any(-1, keepdim=True).double().expand(len(table), table.longest)

@@ -188,7 +188,7 @@ def _check_reference(reference: Any, model: Any, raw: Mapping[str, Any]) -> None
 
 
 def _policy(model: Any, processor: Any) -> dict[str, Any]:
-    """Return the policy options for a model; for an object, register it and keep dtype and attention."""
+    """Return the policy options for a model; register a model object, and keep its dtype and attention."""
     match model:
         case str() | Path():
             return {"model": str(model)}

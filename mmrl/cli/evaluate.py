@@ -154,7 +154,7 @@ def _evaluated(source: ModelSource) -> ModelSource:
 
 
 def toolkit_options(toolkit: str, overrides: Sequence[str]) -> tuple[Any, Any, list[str]]:
-    """Return a toolkit's module, the options among `key=value` texts, and the changes of the configuration.
+    """Return a toolkit's module, its options among `key=value` texts, and the texts that are overrides.
 
     Raises ConfigError for invalid options, and for a key that neither the toolkit nor a configuration has.
     """

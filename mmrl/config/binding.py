@@ -126,7 +126,7 @@ class Pieces:
         self.scheduled: dict[str, float] = {}  # current values of scheduled options, by dotted path
 
     def make(self, kind: str, piece: Piece, *wrapped: Any, place: str = "") -> Any:
-        """Look up a piece, check and bind its options; a class is instantiated, first arguments `wrapped`."""
+        """Look up a piece, bind its checked options, and call a class with `wrapped` as first arguments."""
         place = place or kind
         bound = self.name(kind, piece, place)
         if leaves_form(bound.entry, bound.options) and (form := self.answer_form()):

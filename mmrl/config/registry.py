@@ -126,7 +126,7 @@ class Entry:
 
     @property
     def sets_tags(self) -> frozenset[str]:
-        """The tags that the piece sets on outcomes or prompts: declared, or a class attribute."""
+        """The tags that the piece sets on outcomes or prompts, from its decorator or a class attribute."""
         return frozenset(getattr(self.target, "sets_tags", NOTHING))
 
     @property

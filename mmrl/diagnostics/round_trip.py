@@ -31,7 +31,7 @@ SECONDS = 60.0  # timeout of an asynchronous reward
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """Result of checking one reward on the targets of the data as answers.
+    """Result of checking whether one reward accepts the targets of the data as answers.
 
     Args:
         place: Configuration key and name of the reward.

@@ -112,7 +112,7 @@ class StoredEvaluation:
 
     @cached_property
     def scored_again(self) -> Rescored:
-        """The answers, scored again with unchanged rewards; ConfigError if they differ from the stored."""
+        """The answers, scored again with unchanged rewards; ConfigError if the stored rewards differ."""
         again = rescore(self, {})
         before, after = by_prompt(self.predictions), by_prompt(again.predictions)
         pairs = [pair for uid in before for pair in zip(before[uid], after[uid], strict=True)]

@@ -235,7 +235,7 @@ class Derived:
         return self.made
 
     def _look(self) -> Any:
-        """Return a version stamp of weights: changes on writes in place, new storage or replacement."""
+        """Return a stamp of the weights; it changes if a weight is written in place, moved or replaced."""
         identities = tuple(id(p) for p in self.model.parameters())
         return identities, tuple((p._version, p.data_ptr()) for p in self._read)
 

@@ -31,7 +31,7 @@ class Method:
 
 
 class ChainError(ValueError):
-    """Raised if an advantage function fails, or returns no table or non-finite values."""
+    """Raised if an advantage function fails, or does not return a table with finite values."""
 
 
 def through_chain(chain: Sequence[Bound], table: RewardTable, step: int) -> RewardTable:

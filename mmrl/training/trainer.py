@@ -312,7 +312,7 @@ class Run:
             self.progress.best.see(self.progress.step, reported[name], self.config.greater_is_better)
 
     def name_weights(self) -> str:
-        """Hash the weights: store the hash of the frozen ones, return that of the trained ones.
+        """Hash the weights: store the hash of the frozen weights, and return the hash of the trained weights.
 
         Every process must call this, since shards are gathered one at a time. The base model is identified by
         frozen weights only: a checkpoint replaces the trained weights, and training may change buffers.

@@ -35,7 +35,7 @@ class Name(NamedTuple):
 
 
 def _rows(key: str, rule: str = "", note: str = "", **defaults: Any) -> dict[str, Name]:
-    """Create table entries for arguments that share a key and a rule; `defaults`: name -> default."""
+    """Create table entries for arguments that share a key and a rule; `defaults` maps names to defaults."""
     return {name: Name(key, default, rule, note) for name, default in defaults.items()}
 
 

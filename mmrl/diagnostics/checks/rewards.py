@@ -34,7 +34,7 @@ def rewards_apply(examined: Examined) -> Iterator[Finding]:
 
 @check(on="start")
 def zero_variance_groups(examined: Examined) -> Iterator[Finding]:
-    """Check that rewards differ between the answers to a prompt, unless the method learns from equal rewards.
+    """Check that rewards differ between answers to a prompt, unless the method learns from equal rewards.
 
     Methods that do not compare the answers of a group do so, such as KTO with labelled answers.
     """
