@@ -114,7 +114,7 @@ def _connect(
     references: Mapping[str, LogProbs],
     processes: Processes,
 ) -> None:
-    """Connect pieces that need the first engine, or the value model (critic), to it."""
+    """Pass the first engine, or the value model (critic), as a function to the pieces that need it."""
     engine = pieces.made["rollout.engine[0]"]
 
     def ask(prompts: Sequence[Prompt]) -> Rollouts:
@@ -170,7 +170,7 @@ def make_chain(pieces: Pieces, kind: str, listed: Sequence[Piece], first: Any, p
 def check(config: Config) -> Pieces:
     """Check the names, options and connections of a configuration without loading anything.
 
-    The caller can then call `require_packages` on the result.
+    The result lists the pieces; its method `require_packages` checks that their packages are installed.
     """
     pieces = check_training(config)
     check_trainable(config.policy)
@@ -266,7 +266,7 @@ def make_evaluator(
 ) -> Evaluator:
     """Build an evaluator; an engine or rewards missing in `evaluation` are taken from training.
 
-    An `engine` given as argument, such as one of stored answers, replaces those of the configuration.
+    The argument `engine`, such as an engine that returns stored answers, replaces the configured engines.
     """
     config = evaluation_of(config)
     stream, wanted = Stream(config.seed, purpose="evaluate"), config.evaluation
@@ -285,7 +285,7 @@ def make_evaluator(
         correct=wanted.correct,
         unreadable=Unreadable(drops(wanted.data), "evaluation.data"),
     )
-    evaluator.noted = pieces.notes("metric")  # needs all pieces
+    evaluator.noted = pieces.notes("metric")  # after all pieces are built
     return evaluator
 
 

@@ -150,7 +150,7 @@ def _reached(run: Run, batch: Batch) -> tuple[list[str], float]:
     with _nudged(parameters), evaluating(module):
         with saved_storages(module) as kept:
             logp = run.policy(micro, frozenset()).logp
-        # Unequal weights: a plain sum has gradient 0 for parameters with equal effect on all steps.
+        # Weight steps unequally: a plain sum has gradient 0 for parameters with equal effect on all steps.
         signs = torch.linspace(0.5, 1.5, logp.numel()).view_as(logp).to(logp)
         gradients = [None] * len(named)
         if logp.requires_grad:

@@ -18,7 +18,7 @@ Singleton = Literal["zero", "raw"]
 def clear_flat_groups(
     table: RewardTable, groups: GroupStatistics, credit: Tensor, singleton: Singleton
 ) -> Tensor:
-    """Set `credit` to 0 in groups of equal rewards; a group of one row gets 0 or its reward (`raw`)."""
+    """Set `credit` to 0 in groups of equal rewards; a group of one row gets its reward (`raw`) or 0."""
     alone = table.values if singleton == "raw" else 0.0
     return torch.where(groups.count() < 2, alone, torch.where(groups.flat(), 0.0, credit))
 
@@ -60,7 +60,7 @@ def virtual_maximum(
 
 @advantage
 def best_margin(table: RewardTable, *, by: Tags = BY_GROUP, eps: NonNegativeFloat = 1e-6) -> RewardTable:
-    """Set the best row to its lead over the second best, others to 0 (Pass@k, verl's `grpo_passk`).
+    """Give a group's best row its lead over the second best, and others 0 (Pass@k, verl's `grpo_passk`).
 
     The lead is divided by the standard deviation of the group. It is 0 if two rows are equally good.
     """

@@ -1,4 +1,4 @@
-"""An advantage function that adds a bounded bonus."""
+"""An advantage function that adds a bounded bonus, computed from a label of the answer."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def group_normalize(
             replayed rows (alpha of R3, arXiv 2601.19620, which gives no value).
     """
     groups = table.groups(by)
-    spread = (groups if scale == "group" else table.groups(())).std(std == "unbiased")  # (): all rows
+    spread = (groups if scale == "group" else table.groups(())).std(std == "unbiased")  # groups(()): all rows
     foreign = (table.ids["on_policy"] != 1)[:, None].expand_as(table.values).double()
     mixed = (
         GroupStatistics(foreign, table.present[:, None].expand_as(table.valid), groups.index).largest() > 0

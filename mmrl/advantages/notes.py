@@ -27,7 +27,7 @@ def holes(table: RewardTable, steps: int) -> Tensor:
 
 
 def hole_places(table: RewardTable) -> Tensor:
-    """Mark entries of a `per_step` table that are holes (see `holes`): (N, K) bool; False in other rows."""
+    """Mark the entries that are holes (see `holes`): (N, K) bool; False in rows without an entry per step."""
     places = table.ends.shape[1]
     steps = torch.arange(1, places + 1)
     by_step = table.ends == torch.where(steps <= table.length[:, None], steps, ABSENT)
@@ -54,7 +54,7 @@ def first_noted(table: RewardTable, name: str) -> Tensor:
 
 
 def _of_width(note: Tensor, steps: int) -> Tensor:
-    # Notes may be wider than the table, if its longest row was dropped.
+    # Notes are wider than the table if the longest row of the table was dropped.
     return pad_to(note, steps, 1, torch.nan)[:, :steps]
 
 
@@ -80,5 +80,5 @@ def clusters(table: RewardTable, of: str, index: Tensor) -> Tensor:
 
 
 def tagged_as(table: RewardTable, tag: str) -> Tensor:
-    """Return the hashed value of a tag: (N, K), 0 where it is missing; `ValueError` if all lack the tag."""
+    """Return the hashed value of a tag: (N, K), 0 where it is missing; raises `ValueError` if all lack it."""
     return table.tag(tag)

@@ -63,16 +63,17 @@ def pairs_with_ties(table: RewardTable, *, by: Tags = ("group", "place")) -> Rew
 
 @advantage
 def kto_kl_rows(table: RewardTable, *, tag: Tag = "unrelated") -> RewardTable:
-    """Keep mismatched rows with advantage 0, to estimate KTO's reference point z_0 (arXiv 2402.01306).
+    """Keep answers to other prompts at advantage 0, to estimate KTO's z_0 (arXiv 2402.01306).
 
-    Rows with the tag are recorded as `unrelated`: their implicit reward is measured but not trained on.
+    Rows with the tag `tag` are such answers. z_0 is the reference point of the loss. The note
+    `unrelated` tells the objective not to train on them.
     """
     mismatched = tagged_rows(table, tag)
     noted = mismatched.any(-1, keepdim=True).double().expand(len(table), table.longest)
     return table.note("unrelated", noted).replace(
         values=torch.where(mismatched[:, None], 0.0, table.values),
         valid=table.valid | mismatched[:, None],
-        learn=table.learn | mismatched,  # only rows in the mask are evaluated
+        learn=table.learn | mismatched,  # the objective ignores rows outside the mask
     )
 
 

@@ -107,7 +107,7 @@ def returns(table: RewardTable, *, gamma: Probability = 1.0, by: Tags = ()) -> R
 def increments(table: RewardTable, *, of: tuple[str, ...] = ()) -> RewardTable:
     """Replace a row's rewards after K prefixes of the answer by the K - 1 differences between neighbours.
 
-    Each prefix is an outcome. There is no change unless the reward applies to both outcomes. `of` names the
+    Each prefix is an outcome. A difference exists only if the reward applies to both outcomes. `of` names the
     rewards to replace by their changes (empty: all). All other rewards then apply only to the last outcome of
     a row.
     """

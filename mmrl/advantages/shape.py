@@ -57,7 +57,7 @@ def column_of(table: RewardTable, of: str) -> int:
 
 @advantage
 def value_weights(table: RewardTable) -> RewardTable:
-    """Add the labels `value` and `value_weight`, which is value / row mean (VGPO, arXiv 2512.12387).
+    """Add the labels `value` and `value_weight` = value / mean value of the row (VGPO, arXiv 2512.12387).
 
     The values do not change. Our reading: the weight is 1 where the mean is at most 1e-6, so no sign flips.
     Several rewards are summed as in `total`.
@@ -155,7 +155,7 @@ def tempsamp_anchor(
     """
     sampled = (table.ids["on_policy"] == 1)[:, None]
     best = GroupStatistics(table.values, sampled & table.valid, table.index(by)).largest()
-    anchored = torch.where(best.isfinite(), lambda_off * best, table.values)  # -inf: no sampled row
+    anchored = torch.where(best.isfinite(), lambda_off * best, table.values)  # -inf without sampled rows
     return table.put(torch.where(sampled, table.values, anchored))
 
 

@@ -1,4 +1,4 @@
-"""Advantage functions that compare conversations, turns and states."""
+"""Advantage functions that compare whole conversations, or turns that start in the same state."""
 
 from __future__ import annotations
 

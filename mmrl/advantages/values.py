@@ -135,7 +135,7 @@ def value_label(table: RewardTable, *, against: str = "critic", label: str = "pr
 
 @advantage
 def value_targets(table: RewardTable) -> RewardTable:
-    """Set the critic's target of each step to the reward of the prefix before it; drop other steps.
+    """Set the critic's target at the step after each prefix to the prefix's reward; drop all other steps.
 
     The reward of a prefix is the mean reward of its completions by `vision.with_prefix_rollouts`, the target
     of a verifier (PAV, arXiv 2410.08146). A row without prefixes has the reward of its answer at the first

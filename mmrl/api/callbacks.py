@@ -85,7 +85,7 @@ def add_callback(run: Run, callback: Any) -> None:
     from transformers import TrainerCallback
 
     match callback() if isinstance(callback, type) else callback:
-        case TrainerCallback(state=_) as instance:  # is an `ExportableState`
+        case TrainerCallback(state=_) as instance:  # such callbacks are an `ExportableState`
             adapter = StatefulCallbackAdapter(instance, run)
         case TrainerCallback() as instance:
             adapter = CallbackAdapter(instance, run)

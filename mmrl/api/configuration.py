@@ -188,7 +188,7 @@ def _check_reference(reference: Any, model: Any, raw: Mapping[str, Any]) -> None
 
 
 def _policy(model: Any, processor: Any) -> dict[str, Any]:
-    """Return the policy options for a model; for an object, register it and keep dtype and attention."""
+    """Return the policy options for a model; register a model object, and keep its dtype and attention."""
     match model:
         case str() | Path():
             return {"model": str(model)}
@@ -333,7 +333,7 @@ def with_tools(
 
 
 def rewards_of(factories: Sequence[Factory]) -> list[dict[str, Any]]:
-    """Return a reward configuration, labelled as the environment, for every factory with `get_reward`."""
+    """Return a reward configuration, with the environment's label, for every factory with `get_reward`."""
     return [{"name": "precomputed", "key": f.label, "label": f.label} for f in factories if f.scores]
 
 

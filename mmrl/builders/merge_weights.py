@@ -70,7 +70,7 @@ class MergeWeights:
         return {"models": len(folders), "tensors": len(places[0])}
 
     def combine(self, name: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        """Merge one named tensor, given the models' versions of it, by weighted average."""
+        """Compute the weighted average of one named tensor, given the tensor of every model."""
         return _average(name, tensors, weights)
 
     def _merge_file(

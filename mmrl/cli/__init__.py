@@ -109,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
     groups = {"": top.add_subparsers(required=True, metavar="command")}
     for command in sorted(COMMANDS, key=lambda command: command.order):
         group, _, name = command.name.rpartition(" ")
-        if group not in groups:  # commands with two words: `mmrl data check`
+        if group not in groups:  # first word of a command such as `mmrl data check`
             inner = groups[""].add_parser(group, help=f"Commands about {group}.")
             groups[group] = inner.add_subparsers(required=True, metavar="command")
         command.add_to(groups[group], name)

@@ -79,7 +79,7 @@ def chat(given: argparse.Namespace) -> None:
 
 
 def respond(talk: Conversation, line: str) -> Trajectory | None:
-    """Run a chat command (`/...`) and return None, or answer a question; ConfigError if unknown."""
+    """Answer a question, or run a chat command (`/...`) and return None; ConfigError for unknown commands."""
     name, _, rest = line.partition(" ")
     match name, rest.strip():
         case "/reset", "":

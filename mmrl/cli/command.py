@@ -118,7 +118,7 @@ def printable(text: str) -> str:
 
 
 def print_table(titles: Sequence[str], *rows: Sequence[str], title: str | None = None) -> None:
-    """Print a table, with up to 200 columns of text if stdout is not a terminal."""
+    """Print a table, up to 200 characters wide if stdout is not a terminal."""
     from rich.console import Console
     from rich.table import Table
 

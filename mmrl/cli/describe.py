@@ -90,7 +90,7 @@ def yaml_of(entry: Entry) -> str:
     required = inspect.Parameter.empty
     given = {k: k.upper() if v is required else as_plain(v) for k, v in options.items() if v is not None}
     piece = {"name": entry.full_name, **given} if given else entry.full_name
-    place, value = entry.kind, piece  # pieces inside others, such as a `surrogate`
+    place, value = entry.kind, piece  # for a piece without a key of its own, such as a `surrogate`
     for key in keys_of(schema.Config):
         if key.kind and (key.kind.name, key.kind.on) == (entry.kind, entry.on):
             empty = schema.empty_of(key.wanted)

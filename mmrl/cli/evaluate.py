@@ -145,7 +145,7 @@ def _evaluate_with(given: argparse.Namespace) -> None:
 
 
 def _evaluated(source: ModelSource) -> ModelSource:
-    """Return a source that samples as the evaluations of its run do, not as its rollouts."""
+    """Copy a model source, so that it samples with the settings of evaluations instead of rollouts."""
     config = evaluation_of(source.config)
     evaluation = config.evaluation
     if isinstance(source.config, Config):
@@ -154,7 +154,7 @@ def _evaluated(source: ModelSource) -> ModelSource:
 
 
 def toolkit_options(toolkit: str, overrides: Sequence[str]) -> tuple[Any, Any, list[str]]:
-    """Return a toolkit's module, the options among `key=value` texts, and the changes of the configuration.
+    """Return a toolkit's module, its options among `key=value` texts, and the texts that are overrides.
 
     Raises ConfigError for invalid options, and for a key that neither the toolkit nor a configuration has.
     """

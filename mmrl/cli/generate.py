@@ -32,7 +32,7 @@ ENGINE = (
     argument("--seed", type=int, metavar="N", help="of random draws"),
 )
 IMAGES = Path("images")  # default folder of generated images
-ASKED = ("prompt", "messages", "question", "caption")  # columns of questions; the first is used
+ASKED = ("prompt", "messages", "question", "caption")  # columns of questions; a row's first one is used
 ROWS = (".jsonl", ".json", ".parquet")  # suffixes of files with rows
 IS_IMAGES = "this model makes images; name a folder for them as --output, not a file of rows"
 IS_TEXT = "this model answers in words; name a file such as answers.jsonl as --output"
@@ -234,7 +234,7 @@ def answers(session: Session, asked: Iterable[Asked], size: int) -> Iterator[tup
     for batch in track(batches, "answering", steps, console=console, disable=quiet):
         try:
             rows = session.one_each([item.prompt for item in batch])
-        except PromptError as error:  # the prompt's fault
+        except PromptError as error:  # the user's prompt is wrong: no traceback
             raise ConfigError(str(error)) from error
         for item, row in zip(batch, rows, strict=True):
             yield replace(item, turns=row.turns if len(row.turns) > 1 else ()), row.outcomes[-1]

@@ -133,7 +133,7 @@ def loneliest(front: Sequence[Point], count: int) -> list[int]:
 
 
 def hypervolume(front: Sequence[Point], reference: Point) -> float:
-    """Compute the volume between the reference point and the front, which the front dominates."""
+    """Compute the volume that the front dominates, bounded below by the reference point."""
     inside = [point for point in front if all(a > b for a, b in zip(point, reference, strict=True))]
     if not inside:
         return 0.0

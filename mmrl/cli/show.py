@@ -63,7 +63,7 @@ def show(given: argparse.Namespace) -> None:
             options = []
             shown_options = ((name, p.default) for name, p in entry.options.items() if name not in FILLED)
             for name, default in shown_options:
-                # Show a piece as default by its name.
+                # Show a default that is a piece by the name of the piece.
                 shown = f"={getattr(default, 'name', default)}"
                 options.append(name if default is inspect.Parameter.empty else name + shown)
             rows.append([entry.full_name, entry.on, ", ".join(options), entry.summary])

@@ -126,7 +126,7 @@ class Pieces:
         self.scheduled: dict[str, float] = {}  # current values of scheduled options, by dotted path
 
     def make(self, kind: str, piece: Piece, *wrapped: Any, place: str = "") -> Any:
-        """Look up a piece, check its options and bind them; instantiate a class with `wrapped` first."""
+        """Look up a piece, bind its checked options, and call a class with `wrapped` as first arguments."""
         place = place or kind
         bound = self.name(kind, piece, place)
         if leaves_form(bound.entry, bound.options) and (form := self.answer_form()):
@@ -157,9 +157,9 @@ class Pieces:
 
     def _recipe(self, place: str, name: str) -> Recipe:
         """Return the recipe to rebuild an engine in another process: its policy, and the engines it wraps."""
-        chain = place.rpartition("[")[0]  # `rollout.engine` of `rollout.engine[1]`
+        chain = place.rpartition("[")[0]  # `rollout.engine` if `place` is `rollout.engine[1]`
         before = {at: piece for at, piece in self.engines.items() if at.startswith(f"{chain}[")}
-        own = self.policies.get(f"{place.rpartition('.')[0]}.policy")  # the policy of a judge
+        own = self.policies.get(f"{place.rpartition('.')[0]}.policy")  # a judge has its own
         if (policy := own or self.policies.get("policy")) is None:
             raise ConfigError(f"{place}: '{name}' makes a policy again, but no configuration made one")
         remembering = tuple(piece.name for at, piece in before.items() if at in self.that_are(Stateful))
@@ -267,7 +267,7 @@ class Pieces:
                     options[name] = self._inner(name, self.policy, f"{place}.{name}")
         if "workers" in call:
             call["workers"] = import_name(WORKERS)(entry, piece.options, call["workers"], place)
-            if call["workers"].runtime_env:  # packages are in the actors' environment
+            if call["workers"].runtime_env:  # the packages are installed there, not here
                 del self.entries[num_entries:]
             self.entries.append(replace(entry, packages={"ray": "ray"}))
         weight, label = call.pop("weight", 1.0), call.pop("label", "")
@@ -277,7 +277,7 @@ class Pieces:
         return bound
 
     def _option(self, name: str, value: Any, wanted: Any, place: str) -> Any:
-        """Convert an option to its type; one named after a kind (`engine`, `reward`) holds pieces of it."""
+        """Convert an option to its type; an option named after a kind, such as `engine`, holds pieces."""
         match value:
             case {"name": _} if name not in HOMES and is_number(wanted):
                 return self.number(value, wanted, place)

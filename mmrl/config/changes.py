@@ -16,7 +16,7 @@ MAY_CHANGE = (
     "overwrite_output_dir",
 )  # fmt: skip
 BEST = ("evaluation", "metric_for_best_model", "greater_is_better")  # keys that decide on the best checkpoint
-UNTOLD = ("output_dir", "overwrite_output_dir", "num_train_epochs")  # keys without a report of changes
+UNTOLD = ("output_dir", "overwrite_output_dir", "num_train_epochs")  # keys whose changes are not reported
 ABSENT = "not there"
 SHOWN, LENGTH = 6, 80  # most differences in a message, and most characters of a value
 
@@ -57,7 +57,7 @@ def differences(old: Any, new: Any, key: str = "") -> dict[str, tuple[Any, Any]]
 
 
 def describe(found: Mapping[str, tuple[Any, Any]], then: str, now: str) -> str:
-    """Format up to `SHOWN` differences: `seed is 0 there and 1 here` if `then` is "there", `now` "here"."""
+    """Format up to `SHOWN` differences as `seed is 0 THEN and 1 NOW`, with the texts of `then` and `now`."""
     texts = [f"{key} is {_short(old)} {then} and {_short(new)} {now}" for key, (old, new) in found.items()]
     rest = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
     return "; ".join(texts[:SHOWN]) + rest

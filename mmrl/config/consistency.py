@@ -28,7 +28,7 @@ OWN_WEIGHTS = "trained weights"  # default of the class attribute `holds` of ref
 def check_training(config: Config) -> Pieces:
     """Check the configuration of a training run; return its pieces, to check the installed packages."""
     pieces = Pieces(Stream(), config.policy, config.rollout.max_staleness)
-    parse(as_plain(config), Config)  # checks types and ranges, if not read from a file
+    parse(as_plain(config), Config)  # checks types and ranges, as `load` does for a file
     _check_together(config)
     checked = check_all(pieces, config)
     _check_rewards(checked, "rewards", weighted=_reads_rewards(_listed(checked, "advantage")))
@@ -132,7 +132,7 @@ def check_evaluation(config: Config | EvaluateConfig) -> Pieces:
     checked = check_all(pieces, config)
     check_nesting(_listed(checked, "evaluation.engine"), "evaluation.engine", "policy", "engine")
     check_servers(config)
-    _check_rewards(checked, "evaluation.rewards", weighted=False)  # any weights
+    _check_rewards(checked, "evaluation.rewards", weighted=False)  # all weights may be 0
     _check_reward_names(checked, config.evaluation.correct)
     _check_every_turn(checked)
     _check_metric_notes(pieces, checked)
@@ -189,7 +189,7 @@ def _check_together(config: Config) -> None:
     """Raise `ConfigError` if keys of the configuration contradict each other."""
     learn, rollout, best = config.learn, config.rollout, config.metric_for_best_model
     ends = str(config.until.options.get("of", "")) if config.until else ""
-    # Is every checkpoint evaluated, as `metric_for_best_model` requires?
+    # With `metric_for_best_model`, every checkpoint must be evaluated.
     saves, measures = config.save_steps, config.eval_steps
     times = saves / measures if measures and (0 < saves < 1) <= (measures < 1) else 0.5
     unmeasured = abs(times - round(times)) > 1e-9
@@ -244,7 +244,7 @@ def _check_reward_names(checked: Mapping[str, Any], correct: str) -> None:
         names = evaluated if place.startswith("evaluation.") else trained
         if place == "group_filter" or place.startswith(("metrics[", "evaluation.metrics[", "sampler[")):
             _check_name(f"{place}.of", options.get("of"), names)
-        elif place == "policy" and "objective" in checked:  # a reward model learns its labels
+        elif place == "policy" and "objective" in checked:  # of a reward model, which predicts rewards
             for label in as_list(options.get("labels")):
                 _check_name("policy.labels", label, names)
         elif place.startswith("report.checks["):

@@ -1,7 +1,7 @@
 """Reading of YAML files with includes and dotted overrides into plain mappings and lists.
 
-Later values override earlier ones: mappings are merged, lists are replaced, and so is a piece by a piece of
-another name. YAML files contain no interpolation and no code.
+Later values override earlier ones: mappings are merged and lists are replaced. A piece is replaced if the
+later piece has another name. YAML files contain no interpolation and no code.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def check_all(pieces: Pieces, config: Any) -> dict[str, Any]:
 
 
 def _among(error: UnknownKey, places: Iterable[str]) -> str:
-    """Sort suggested keys of the same name: those in the same section first, in `evaluation` last."""
+    """Sort suggested keys of the same name: keys in the same section first, keys in `evaluation` last."""
     section = error.place.partition(".")[0] + "."
     paths = [place for place in dict.fromkeys(places) if place.rpartition(".")[2] == error.key]
     paths.sort(key=lambda place: (not place.startswith(section), place.startswith("evaluation.")))

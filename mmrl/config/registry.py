@@ -65,7 +65,7 @@ class Needs:
     every_turn: bool = False  # needs an outcome per turn, not only for the last
 
     def __or__(self, other: Needs) -> Needs:
-        # Sorted: all processes must gather sharded weights in the same order.
+        # Sort the names, because all processes must gather sharded weights in the same order.
         names = sorted({*self.others, *other.others})
         others = {name: self.others.get(name, NOTHING) | other.others.get(name, NOTHING) for name in names}
         outputs, notes = self.outputs | other.outputs, self.notes | other.notes
@@ -83,11 +83,11 @@ class Entry:
     name: str
     target: Callable
     needs: Needs = Needs()
-    of_others: frozenset[str] = frozenset()  # outputs read of the policy in its option `against`
+    of_others: frozenset[str] = frozenset()  # outputs read from the model that `against` names
     takes: tuple[str, ...] | None = None  # names of options; None: all keyword-only parameters
-    # Maps a package to the pip extra with it; "form=math:math_verify" applies only with `form: math`.
+    # Maps a package to the pip extra that has it; "form=math:math_verify" applies only with `form: math`.
     packages: Mapping[str, str] = field(default_factory=dict)
-    on: str = ""  # when it runs, for kinds with `stages`
+    on: str = ""  # stage at which the piece runs, for kinds with `stages`
     copies_policy: bool = False  # whether the option `policy` defaults to a copy of the run's policy
     programs: Callable[..., Any] | None = None  # raises, given the options, if a program is missing
 
@@ -126,7 +126,7 @@ class Entry:
 
     @property
     def sets_tags(self) -> frozenset[str]:
-        """The tags that the piece sets on outcomes or prompts: declared, or a class attribute."""
+        """The tags that the piece sets on outcomes or prompts, from its decorator or a class attribute."""
         return frozenset(getattr(self.target, "sets_tags", NOTHING))
 
     @property

@@ -53,7 +53,7 @@ class Scheduled:
 
 @dataclass(frozen=True)
 class Rollout:
-    """Settings of rollouts. The first engine samples from the policy; each other wraps the engine before."""
+    """Settings of rollouts. The first engine samples from the policy; each other wraps the previous one."""
 
     engine: Annotated[tuple[Piece, ...], Kind("engine")]  # engines, from the innermost to the outermost
     policy: str = ""  # name in `references` of the policy that samples; empty: the trained policy
@@ -130,9 +130,9 @@ class Config:
     rollout: Rollout
     advantage: Annotated[tuple[Piece, ...], Kind("advantage")]  # turn rewards into advantages, in order
     objective: Annotated[Piece, Kind("objective")]  # computes the loss from advantages
-    # Each may have `weight` and `label`; empty only if the advantages do not depend on rewards.
+    # Each reward may have `weight` and `label`. No reward is needed if advantages do not depend on rewards.
     rewards: Annotated[tuple[Piece, ...], Kind("reward")] = ()
-    # Choose the prompts of a step. The first sampler reads the data; each other wraps the sampler before.
+    # They choose the prompts of a step. The first sampler reads the data; every other wraps the previous one.
     sampler: Annotated[tuple[Piece, ...], Kind("sampler")] = (Piece("uniform"),)
     group_filter: Annotated[Piece, Kind("group_filter")] = Piece("keep_all")  # drops groups after scoring
     # Other policies that the objective reads, by name: `{ref: frozen}`.

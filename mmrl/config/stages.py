@@ -78,7 +78,7 @@ def on_each(places: Sequence[str], work: Callable[[int], T]) -> list[T]:
         return results
     first, error = next(iter(errors.items()))
     if len({str(error) for error in errors.values()}) == 1 and len(errors) == len(places):
-        raise error  # equal for all stages: a shared key
+        raise error  # all stages raise it, so a key that they share is wrong
     raise ConfigError(_at(places[first], str(error))) from error
 
 
@@ -123,7 +123,7 @@ def _gates(stage: dict[str, Any], own: list[str], place: str) -> tuple[Gate, ...
 
 
 def _check_gate(gate: Gate, stage: Stage, stages: Sequence[Stage]) -> None:
-    """Raise `ConfigError` if a gate's metric is not measured, or compares evaluations with other settings."""
+    """Raise `ConfigError` if a gate's metric is not measured, or if it compares two different evaluations."""
     before = None if stage.begins is None else stages[stage.begins]
     if gate.compares and before is None:
         raise ConfigError(
@@ -224,7 +224,7 @@ def _complete(stages: Sequence[dict[str, Any]], names: Sequence[str], given: set
         raise ConfigError(f"'stages[{i}].init_from' is '{wanted}', which is no stage before that one")
     if i == 0:
         if not stage.get("init_from") and "carry" not in given:
-            stage.pop("carry", None)  # from the whole file; nothing to carry into the first stage
+            stage.pop("carry", None)  # set for all stages, but no stage precedes the first
         return None
     # A carried sampler needs the random stream that shuffled its order.
     goes_on = "sampler" in (stage.get("carry") or ())

@@ -48,7 +48,7 @@ def check_staleness(config: Config, needs: Needs, engines: Sequence[Any]) -> Non
 
 
 def check_pruned(needs: Needs, engines: Sequence[Any]) -> None:
-    """Raise `ConfigError` if servers drop tokens of videos, and the objective does not correct for that."""
+    """Raise `ConfigError` if servers drop video tokens, but the objective has no correction for that."""
     if "engine" not in needs.others and any(bound.options.get("video_pruning_rate") for bound in engines):
         raise ConfigError(
             "with `video_pruning_rate` answers come from a pruned model, but the objective does not compare "

@@ -1,4 +1,4 @@
-"""Changes of an evaluation's settings, by dotted key: those that it names, and those of another one."""
+"""Variants of an evaluation's configuration: its `settings`, and changes to match another evaluation."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def setting_of(config: EvaluateConfig, name: str) -> EvaluateConfig:
 
 
 def changed_config(config: EvaluateConfig, changes: Mapping[str, Any]) -> EvaluateConfig:
-    """Return a configuration with some settings of another one, by dotted key."""
+    """Apply changes {dotted key: value} to a configuration; the value `ABSENT` removes a key."""
     plain = deepcopy(as_plain(replace(config, settings={})))
     for key, value in changes.items():
         if value is ABSENT:

@@ -50,7 +50,7 @@ def answer_part(text: str, tag: str = "answer") -> str:
 
 
 def _inside(text: str, tag: str) -> str | None:
-    """Return the content of a text's outermost markup, such as \boxed{...}; None without any."""
+    r"""Return the content of a text's outermost markup, such as \boxed{...}; None without any."""
     if blocks := tagged(text, tag):
         return blocks[-1]
     if ends := list(THOUGHT_END.finditer(text)):

@@ -60,13 +60,13 @@ NUMBER = re.compile(
 _LIST = re.compile(r"(?:[\s,;&.()\[\]]|\band\b|\bor\b)*", re.IGNORECASE)  # text between the numbers of a list
 NEGATED = r"(?:\b(?:not|never|isn't|aren't|wasn't|cannot be|can't be|instead of|rather than))"
 DENIED = re.compile(rf"(?:{NEGATED}|\b(?:more|less|fewer|greater|smaller|larger) than)[\s(]*$", re.IGNORECASE)
-# A number after such text is not the answer itself: a negation, a comparison, a function.
+# A number after such text (a negation, a comparison, a function) is not the answer itself.
 BOUND = re.compile(
     rf"(?:{NEGATED}|\b(?:more|less|fewer|greater|smaller|other|larger) than|(?:^|\s|(?<![<\w/])[a-z])[<>]=?"
     r"|\b(?:sqrt|log|ln|lg|exp|sin|cos|tan)|\dx)[\s(]*$",
     re.IGNORECASE,
 )
-# A number before such text is part of a formula: a variable, a root, an unfinished sum.
+# A number before such text (a variable, a root, an unfinished sum) is part of a formula.
 FACTOR = re.compile(r"(?:[ixzne]|sqrt)(?![^\W_])|x\d|\s?[π√±]|\+(?!\s?\w)")
 AREA = re.compile(r"(?<![^\W\d_])([cdkm]?m|in|ft|yd|mi|units?)\^?\(?([23])\)?(?!\w|\.\d)")  # as in 5 cm^2
 JOINED = re.compile(r"\s*(?:,?\s*\b(?:and|or|to|through)\b|[&~→])\s*", re.IGNORECASE)  # as in "3 or 5"
@@ -136,7 +136,7 @@ def _is_article(token: re.Match, text: str, *, first: bool) -> bool:
     word, after = token["word"], text[token.end() : token.end() + 30]
     if word.lower() not in ARTICLES or token["end"]:
         return False
-    if word in ("a", "A"):  # not a capital inside a text or before no noun
+    if word in ("a", "A"):  # only before a noun; a capital only at the start
         noun = re.match(r"[\s\"']+([^\W\d_]{2,})", after)
         return bool(noun and noun[1].lower() not in CONNECTED and (first or word == "a"))
     return bool(re.match(r"\s+\S", after))
@@ -277,7 +277,7 @@ def _counted(match: re.Match) -> str:
             total, part = (total + part, 0) if word == "thousand" else (total, part)
         elif word != "and":
             value = [*COUNTS, *TEENS].index(word) if word not in TENS else 10 * TENS.index(word) + 20
-            # Valid orders: units after tens; tens or units after hundreds.
+            # Number words have a valid order: units follow tens, and tens or units follow hundreds.
             if part % 100 and not (part % 100 >= 20 and part % 10 == 0 and 0 < value < 10):
                 return match[0]
             part += value

@@ -23,7 +23,7 @@ _NAMED = re.compile(r"(?:answer|option|choice)(?: is|:)*\s*\(?([A-Z])(?![\w'+#*]
 _AFTER = {"is", "was", "are", "and", "or", "because", "since", "as", "not", "but", "seems", "fits", "matches"}
 _JOINED = r"[\s()\[\].]*(?:(?:,|;|/|&|\b(?:and|or|nor)\b)[\s()\[\]]*)*"
 _SEVERAL = re.compile(rf"[\s(\[]*[A-Z](?:{_JOINED}\b[A-Z]\b)+[\s.)\]]*")
-# A letter after such text is not an answer: a negation, or a noun as in "vitamin C".
+# A letter after such text is not an answer. The text is a negation, or a noun as in "vitamin C".
 _DENIED = re.compile(
     rf"(?:{NEGATED}|\b(?:except|nor|neither|unlike|vitamin|hepatitis|type|grade)) "
     r"(?:the |for |option |choice |answer |be )*\(?",

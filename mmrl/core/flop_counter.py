@@ -44,7 +44,7 @@ COUNTED: dict[Any, Callable[[Sequence[Any], Any], int]] = {
     aten.convolution.default: _convolution,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention.default: _attention,
-    # These take (q, k, v, bias, compute_log_sumexp, dropout, causal); the operators above have no bias.
+    # The operators below take (q, k, v, bias, compute_log_sumexp, dropout, causal); those above, no bias.
     aten._scaled_dot_product_cudnn_attention.default: partial(_attention, causal=6),
     aten._scaled_dot_product_efficient_attention.default: partial(_attention, causal=6),
 }
@@ -54,7 +54,7 @@ if BUILT:
 
 
 class CountOperations(TorchDispatchMode):
-    """Adds up floating-point operations in `total`, keyed by the innermost label in the list `where`."""
+    """Counts floating-point operations in `total`, a counter keyed by the last label in the list `where`."""
 
     def __init__(self, where: list[str] | None = None) -> None:
         super().__init__()

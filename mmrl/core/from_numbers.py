@@ -133,7 +133,7 @@ def _listed(row: Any) -> list:
 
 @dataclass
 class ListedSteps:
-    """Indices of a batch's steps, in place of tokens. Rows of a group share a prompt of `prompt` steps."""
+    """Row and step indices instead of model inputs. Rows of a group share a prompt of `prompt` steps."""
 
     rows: Tensor  # (N,)
     columns: Tensor  # (T,)

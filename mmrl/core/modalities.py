@@ -61,7 +61,7 @@ def no_chat_parts(loaded: Any) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Modality:
-    """One kind of media.
+    """A kind of media, such as images: how to load it, and how to pass it to processors and rewards.
 
     Args:
         kind: Name of the kind, also the type of message parts. For "image", the data columns are `image` and

@@ -67,8 +67,8 @@ class EncodesConversations(Policy, Protocol):
     ) -> Trajectory:
         """Convert a conversation to a trajectory of at most `max_length` tokens; 0: no limit.
 
-        Trained are the tokens of the last answer ("completion"), of all turns of the assistant ("assistant"),
-        or of the whole conversation ("all").
+        The trained tokens are those of the last answer ("completion"), of all turns of the assistant
+        ("assistant"), or of the whole conversation ("all").
         """
         ...
 

@@ -108,7 +108,7 @@ class Batch:
         return first.replace(mask=nothing, advantage=torch.zeros_like(first.advantage), drawn=0.0)
 
     def count(self) -> Totals:
-        """Count masked-in steps, rows and groups with any, and the rows after the filter."""
+        """Count the steps with mask 1, the rows and groups with such steps, and the rows after the filter."""
         rows = self.mask.sum(-1) > 0  # (N,)
         groups = self.group[rows].unique().numel()
         drawn = len(self) if self.drawn is None else self.drawn
@@ -170,7 +170,7 @@ class Batch:
         for rows in filter(None, micros):
             cost, columns = self._cost(rows), [slice(None)]
             if unit == Unit.STEP and cost > max_steps and num_steps > 1:
-                width = max(1, num_steps * max_steps // cost)  # the cost grows with the width
+                width = max(1, num_steps * max_steps // cost)  # cost is about proportional to width
                 columns = [slice(at, min(at + width, num_steps)) for at in range(0, num_steps, width)]
             yield from ((torch.tensor(rows), column) for column in columns)
 

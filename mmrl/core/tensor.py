@@ -69,7 +69,7 @@ def group_rank(values: Tensor, index: Tensor, valid: Tensor) -> Tensor:
     by_value = torch.where(valid, values, torch.inf).argsort(dim=0, stable=True)
     order = by_value.gather(0, index[by_value].argsort(dim=0, stable=True))  # sorted by group, then by value
     size = torch.bincount(index)
-    first = (size.cumsum(0) - size)[index][:, None]  # size of earlier groups
+    first = (size.cumsum(0) - size)[index][:, None]  # total size of the groups before
     places = torch.arange(len(index))[:, None].expand_as(order)
     return torch.empty_like(order).scatter_(0, order, places) - first
 

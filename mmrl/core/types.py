@@ -18,7 +18,7 @@ from mmrl.core.tool_calls import Call, CallError
 # Tag of rollouts that replay does not store, because neither token ids nor a transcript suffice to rebuild
 # them.
 CHANGED = "changed"
-# Name of a per-token record: the training step of the weights that sampled the token, if they were older.
+# Name of a per-token record for tokens sampled by older weights: the training step of these weights.
 VERSION = "weights_version"
 
 
@@ -167,7 +167,7 @@ class Size:
         num_frames: Frames of a video.
         height: In pixels.
         width: In pixels.
-        source: Take the aspect ratio of the prompt's first image, and the number of pixels of the engine.
+        source: Use the aspect ratio of the prompt's first image, with the engine's number of pixels.
     """
 
     num_frames: int = 0

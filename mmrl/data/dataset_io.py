@@ -177,7 +177,7 @@ def read_each(
 def row_files(path: Path) -> list[Path]:
     """List the files of a dataset: the file itself, or the files in a folder or its subfolder `data`.
 
-    Files `.json` are read only if there are no others, since beside other files they are descriptions. A
+    Files `.json` are read only if there are no others: beside other files, they are descriptions. A
     path may be a pattern, such as `data/train-*.parquet` or `data/*/validation*`.
     """
     if path.is_file():

@@ -181,7 +181,7 @@ def to_image(value: Any, name: str) -> Any:
 
 
 def _in_8_bits(image: Any, file: Any, name: str) -> Any:
-    """Scale 16-bit grey to 8 bits; `file` is the image before its rotation, which has the metadata."""
+    """Scale 16-bit grey to 8 bits; `file` is the image before rotation, because only it has the metadata."""
     import numpy
     from PIL import Image
 

@@ -136,7 +136,7 @@ def one_frame(image: Any) -> Frames:
 
 # ---- references to media in rows, in all known layouts
 
-# Columns that contain media in some datasets and texts in others: a text counts if it names a media file.
+# Columns with media in some datasets and texts in others. A text is a medium if it names a media file.
 EITHER = ("chosen", "rejected", "mask", "masks", "foreground", "background", "composite")
 MESSAGES = ("messages", "prompt", "conversations", "chosen", "rejected", "answers")
 
@@ -176,7 +176,7 @@ def media_refs(value: Any, kind: str, name: str) -> Iterator[MediaRef]:
         match item:
             case bytes():
                 path, data = None, item
-            case {**fields}:  # in rows of `datasets.Image`, one of the two may be null
+            case {**fields}:  # as `datasets.Image` stores it: `path` or `bytes` may be null
                 path, data = fields.get("path", fields.get(kind)), fields.get("bytes")
             case _:
                 path, data = item, None

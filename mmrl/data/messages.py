@@ -17,17 +17,17 @@ ROLES = ("system", "user", "assistant", "tool")
 READ = ("role", "content")  # keys of a message that are parsed
 # Keys of a message that chat templates read.
 KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking")
-NEUTRAL = {"weight": 1, "loss": True}  # keys of a turn's loss, with their neutral values
+NEUTRAL = {"weight": 1, "loss": True}  # keys that weight a turn's loss, with the default values
 CALL = ("id", "type", "index", "function")  # keys of a tool call, besides the keys of its function
-ASKED = ("prompt", "question")  # columns with the question, before `messages`
-NAMES = ("path", "url")  # keys of a part with its file, besides its kind (`image`)
+ASKED = ("prompt", "question")  # columns that may hold the question, tried before `messages`
+NAMES = ("path", "url")  # keys of a message part for its file, besides the kind (`image`)
 Slot = tuple[str, Media | None]  # a placeholder's kind, and the medium if the part contains it
 # Creates a medium from its kind, its value in the row, and its name for errors.
 ReadMedia = Callable[[str, Any, str], Media]
 
 
 def no_media(kind: str, value: Any, place: str) -> Media:
-    """Raise `RowError` for any medium: the `ReadMedia` of models that read only text."""
+    """Raise `RowError` for any medium; this is the `ReadMedia` function for models that read only text."""
     raise RowError(f"this model reads text only, but {place} is given; leave it out")
 
 

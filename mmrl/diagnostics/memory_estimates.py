@@ -24,7 +24,7 @@ from mmrl.runtime.modules import loading_onto
 
 PROMPTS = 8  # number of prompts whose lengths are measured
 SIDE = 64  # side of the test matrix for the size of optimizer states
-# GPUs by memory in GiB; fraction usable beside CUDA and fragmentation.
+# GPUs by memory in GiB, and the fraction of memory that CUDA and fragmentation leave usable.
 CARDS = {
     8: "RTX 4060", 12: "RTX 3060", 16: "RTX 4080", 24: "RTX 4090", 40: "A100 40 GB", 48: "L40S",
     80: "H100", 141: "H200",
@@ -92,7 +92,7 @@ def sharded(config: Config, module: nn.Module, memory: Mapping[str, float], worl
     layers = [sum(p.nbytes for p in block.parameters()) for block in blocks]
     shares["learning/a layer"] = max([*layers, *(p.nbytes for p in module.parameters())])
     if not sampled_elsewhere(config):
-        shares["rollouts/whole weights"] = memory["weights"] * (1 - 1 / world)  # all but its shard
+        shares["rollouts/whole weights"] = memory["weights"] * (1 - 1 / world)  # all but its own shard
     return shares
 
 

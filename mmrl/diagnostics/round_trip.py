@@ -31,7 +31,7 @@ SECONDS = 60.0  # timeout of an asynchronous reward
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """Result of checking one reward on the targets of the data as answers.
+    """Result of checking whether one reward accepts the targets of the data as answers.
 
     Args:
         place: Configuration key and name of the reward.
@@ -102,7 +102,7 @@ def check_targets(
     """
     trips = list(round_trips(prompts, rewards, place, sample=sample, form=form))
     if not all(trip.where for trip in trips) or len(trips) < len(rewards):
-        trips = [trip for trip in trips if not trip.where]  # these rows have other rewards
+        trips = [trip for trip in trips if not trip.where]  # other rewards score these rows
     if failed := [line for trip in trips if trip.fails for line in trip.lines()]:
         raise ConfigError(
             "; ".join(failed) + ". Nothing right is learned from such rows: mend their targets, or choose "
@@ -184,7 +184,7 @@ def round_trip(bound: Bound, prompts: Sequence[Prompt], place: str) -> RoundTrip
 
 
 def _alike(grader: Grader, rows: Sequence[tuple[Prompt, OwnAnswer]]) -> tuple[list[str], int]:
-    """Return sentences on rows where all tried targets of other rows get full marks, and the most tried."""
+    """Return sentences on rows where all tried targets of other rows get full marks, and the number tried."""
     # Sort the targets so that similar ones, such as 3 and -3, are neighbours.
     texts = {_key(own.texts[0]): own.texts[0] for _, own in rows}
     order = sorted(texts, key=lambda key: ("".join(filter(str.isalnum, key)), key))

@@ -145,7 +145,7 @@ class WithMismatched:
         distinct = {prompt.uid: prompt for prompt in prompts}
         wanted = [prompt for uid, prompt in distinct.items() for _ in range(max(1, counts[uid] - 1))]
         rows = self.engine.rollout(wanted)
-        # In reverse, so that the first row of each prompt remains in the dict.
+        # Iterate in reverse, so that the first row of each prompt remains in the dict.
         first = {row.prompt.uid: row.outcomes[-1] for row in reversed(rows)}
         ring = list(distinct)
         mismatched = []
@@ -154,7 +154,7 @@ class WithMismatched:
                 row = self.policy.encode(distinct[uid], first[following])
                 last = row.outcomes[-1]
                 tags = {**last.tags, "unrelated": "yes"}
-                # Without `recorded`: these rewards belong to the other prompt.
+                # Drop `recorded`, because these rewards belong to the other prompt.
                 outcome = Outcome(last.text, last.image, last.video, last.times, last.end, tags=tags)
                 mismatched.append(replace(row, outcomes=(outcome,)))
         return (*rows, *mismatched)

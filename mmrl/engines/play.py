@@ -33,7 +33,7 @@ class Match:
     state: Any
     turns: list[Turn] = field(default_factory=list)
     rows: list[Trajectory] = field(default_factory=list)
-    frozen: list[bool] = field(default_factory=list)  # per turn: by the frozen policy?
+    frozen: list[bool] = field(default_factory=list)  # whether the frozen policy took each turn
     num_turns: int = 0
 
     @property

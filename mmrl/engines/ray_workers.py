@@ -94,7 +94,7 @@ class Worker:
         return self.chains[key]
 
     def _pack(self, row: Trajectory, place: int | None) -> Trajectory:
-        if place is None:  # changed by an engine, unknown to the trainer
+        if place is None:  # an engine changed the prompt, so the trainer lacks it
             return row
         row = self.policy.pack(row) if isinstance(self.policy, Portable) else row
         return replace(row, prompt=None)
@@ -117,7 +117,7 @@ class Servers:
         self.policy, self.version, self.weights, self.seen = policy, 0, None, ""
         parts = recipe.policy, recipe.seed, recipe.stage
         self.actors = Actors(Worker, parts, workers, "the workers of `ray_workers`")
-        self.busy, self.since = 0.0, 0.0  # seconds of work, and since when
+        self.busy, self.since = 0.0, 0.0  # seconds of work since the time `since`
 
     def publish(self) -> None:
         """Publish the trained weights in Ray's object store, if they changed.

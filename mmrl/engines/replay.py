@@ -113,7 +113,7 @@ class Memory:
             replace(outcome, end=end, tags={**outcome.tags, REPLAY: "yes"})
             for outcome, end in zip(outcomes, ends, strict=True)
         )
-        # Tag it: metrics of the mismatch between engine and policy skip replayed rows.
+        # Tag replayed rows, because metrics of the mismatch between engine and policy skip them.
         notes = {**row.notes, "replayed": torch.ones(length)}
         return replace(row, outcomes=outcomes, notes=notes)
 

@@ -52,7 +52,7 @@ from mmrl.training.resolved import resolve_defaults
 SCORING = ("evaluation.rewards", "evaluation.metrics", "evaluation.correct")  # settings of scoring
 PROMPTS = ("policy", "evaluation.data")  # settings that rendering can test
 NOT_COMPARED = {"settings", "cost_metrics", "target_metric", "greater_is_better", "imports", "output_dir"}
-SIMPLE = re.compile(r"(?!(?i:true|false|null|yes|no|on|off)$)[A-Za-z/.][\w./:-]*")  # a text without quotes
+SIMPLE = re.compile(r"(?!(?i:true|false|null|yes|no|on|off)$)[A-Za-z/.][\w./:-]*")  # needs no quotes in YAML
 # Errors of rewards, data and models that are reported as the reason why an effect is unknown.
 FAULTS = (ValueError, RewardFault, OSError, ImportError)
 
@@ -112,7 +112,7 @@ class StoredEvaluation:
 
     @cached_property
     def scored_again(self) -> Rescored:
-        """The answers, scored again with unchanged rewards; ConfigError if they differ from the stored."""
+        """The answers, scored again with unchanged rewards; ConfigError if the stored rewards differ."""
         again = rescore(self, {})
         before, after = by_prompt(self.predictions), by_prompt(again.predictions)
         pairs = [pair for uid in before for pair in zip(before[uid], after[uid], strict=True)]
@@ -141,7 +141,7 @@ class StoredEvaluation:
     def _override(self, setting: str, value: Any, changes: Mapping[str, Any]) -> str:
         listed = re.match(r"evaluation\.(engine|rewards)", setting)
         if listed and self.config and not self.record["of"]["evaluation"].get(listed[1]):
-            # The list is that of the training, so the override has to name it whole.
+            # The evaluation uses the training's list, so the override must contain the whole list.
             changed = changed_config(self.config, changes)
             setting, value = listed[0], as_plain(vars(changed.evaluation)[listed[1]])
         value = None if value is ABSENT else value
@@ -176,8 +176,8 @@ def read_stored(path: Path) -> StoredEvaluation:
 def explain(first: StoredEvaluation, second: StoredEvaluation) -> Explanation:
     """List the settings that differ, with the effect of each on the first evaluation, without a model.
 
-    Settings of rewards and metrics are tested by scoring the stored answers again, those of policy and
-    data by rendering the prompts again. All others need a new evaluation.
+    Settings of rewards and metrics are tested by scoring the stored answers again. Settings of policy and
+    data are tested by rendering the prompts again. All other settings need a new evaluation.
     """
     stored = stored_prompts(first.predictions, second.predictions)
     if first.config is None or second.config is None:
@@ -215,7 +215,7 @@ def explain(first: StoredEvaluation, second: StoredEvaluation) -> Explanation:
 def scoring_effects(stored: StoredEvaluation, changed: Mapping[str, tuple[Any, Any]]) -> list[Effect]:
     """Score stored answers with each setting of rewards and metrics that differs.
 
-    Settings that are no configuration alone, such as a reward and the metric that names it, are one effect.
+    Settings that are only valid together, such as a reward and the metric that names it, are one effect.
     """
     effects, together = list[Effect](), dict[str, tuple[Any, Any]]()
     for setting, (a, b) in changed.items():
@@ -335,7 +335,7 @@ def rescored_metrics(stored: StoredEvaluation, changes: Mapping[str, Any]) -> li
 def rescore_both(
     first: StoredEvaluation, second: StoredEvaluation, by: str | None = None
 ) -> tuple[dict[str, Joined], list[str]]:
-    """Join two evaluations three ways: stored rewards, and both scored with either's rewards.
+    """Join two evaluations: with their stored rewards, and scored again with the rewards of either one.
 
     Returns:
         The joined evaluations by title, "" for the rewards as evaluated (left out if none is in both), and

@@ -48,14 +48,14 @@ class Options:
 
 
 def prepare(source: ModelSource, options: Options) -> Callable[[Path], Iterable[tuple[str, Measured]]]:
-    """Check options and model without loading either the model or data; return the evaluation.
+    """Check options and model without loading model or data; return a function that runs the evaluation.
 
-    The evaluation runs lmms-eval in this process, which loads the tasks before the model, and yields one
-    evaluation per task. Its argument is the output folder, where `lmms_eval.json` gets everything that
-    lmms-eval returns except for its samples. Totals without an interval are printed.
+    The function runs lmms-eval in this process, which loads the tasks before the model. It yields the name
+    and the metrics of each task, and prints which totals have no interval. Its argument is the output folder,
+    where `lmms_eval.json` gets everything that lmms-eval returns except for its samples.
 
-    Raises ConfigError for unknown tasks; the evaluation raises it for tasks whose data cannot be read, and
-    for requests other than `generate_until`.
+    `prepare` raises ConfigError for unknown tasks. The function raises it for tasks whose data cannot be
+    read, and for requests other than `generate_until`.
     """
     _check_installed()
     model, tasks = model_class()(source=source), _task_manager(options)

@@ -38,11 +38,11 @@ class Options:
 
 
 def prepare(source: ModelSource, options: Options) -> Callable[[Path], Iterable[tuple[str, Measured]]]:
-    """Check options and model without loading either the model or data; return the evaluation.
+    """Check options and model without loading model or data; return a function that runs the evaluation.
 
-    The evaluation reads all data sets before it loads the model, and yields each one as soon as it is scored.
-    The engine of the configuration samples with its own options. The evaluation raises ConfigError for
-    unknown data sets, for those of several turns and for those that VLMEvalKit cannot score.
+    The function reads all data sets before it loads the model. It yields the name and metrics of each data
+    set as soon as it is scored. The engine samples with its configured options. The function raises
+    ConfigError for data sets that are unknown, have several turns, or cannot be scored by VLMEvalKit.
     """
     if importlib.util.find_spec("vlmeval") is None:
         raise ConfigError(
@@ -90,7 +90,7 @@ def _evaluate(model: BenchmarkModel, name: str, dataset: Any, options: Options, 
     # Score in a new folder: VLMEvalKit would unpickle and reuse the files of an earlier call.
     with tempfile.TemporaryDirectory() as work:
         file = Path(work) / f"mmrl_{name}.tsv"
-        # Its own writer quotes every cell; without quotes a carriage return inside an answer ends the row.
+        # VLMEvalKit's own writer quotes every cell: an unquoted carriage return in an answer ends the row.
         importlib.import_module("vlmeval.smp").dump(answered, str(file))
         try:
             returned = dataset.evaluate(str(file), model=options.judge, nproc=1)

@@ -28,10 +28,9 @@ _RECORDED: ContextVar[list[Tensor] | None] = ContextVar("recorded", default=None
 def register(base: str) -> str:
     """Register an attention function with transformers that reads this package's caches; return its name.
 
-
-    Plain tensors are passed to the implementation `base`, such as sdpa. Its mask function is registered, too:
-    transformers silently omits masks otherwise. UNMASKED gets none on purpose: shared prefixes know their
-    padding, and creating a mask in each step would cost time.
+    Plain tensors are passed to the implementation `base`, such as sdpa. Its mask function is registered, too,
+    because transformers silently omits masks otherwise. The implementation UNMASKED has no mask function on
+    purpose: shared prefixes know their padding, and creating a mask in each step would cost time.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -135,8 +134,8 @@ def _of_parts(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
     """Split a packed sequence (1, heads, S, channels) into parts of `sizes`, each with its mask (1, 1, s, s).
 
-    `masks` (1, 1, 1, sum of squared sizes) holds the masks of all parts in a row; None or empty: every part
-    has a causal mask, which the attention function applies itself.
+    `masks` (1, 1, 1, sum of squared sizes) holds the flattened masks of all parts, one after another. If it
+    is None or empty, every part has a causal mask, which the attention function applies itself.
     """
     flat = None if masks is None or not masks.numel() else masks.flatten()
     split = zip(*(x.split(list(sizes), 2) for x in (query, key, value)), sizes, strict=True)

@@ -200,7 +200,7 @@ class QuantizedLayer(CacheLayer):
             self.length += keys.shape[2]
             return (self, self) if self.fused else self.dense()
         if self.layout.length:
-            repeats = len(keys) // len(self.layout.real)  # layers after the first, which set up the layout
+            repeats = len(keys) // len(self.layout.real)  # the first layer has set up the layout
         else:
             repeats = self.layout.begin(len(keys), keys.shape[2], keys.device)
         self.length = keys.shape[2]
@@ -269,7 +269,7 @@ class QuantizedLayer(CacheLayer):
         if self.shared is None:
             return
         if prompts is not None:
-            # Keep tensors of slots shared where keys and values share one.
+            # Select each slot tensor only once, so that keys and values still share it.
             slots = {id(part.slots): part.slots[prompts] for part in self.shared_parts()}
             self.shared = tuple(
                 [replace(p, block=p.block.select(prompts), slots=slots[id(p.slots)]) for p in side]

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from mmrl.core import onednn
 
 MAX_FLOATS = 1 << 18  # floats unpacked at once; with their codes they roughly fill an L2 cache
-MAX_CODES = 1 << 22  # codes unpacked to bytes at once: calls cost more than cache misses
+MAX_CODES = 1 << 22  # codes unpacked to bytes at once; more than a cache holds, to save calls
 MIN_TOKENS = 256  # fewest tokens of a block for byte products, which take one call per block
 MIN_ONEDNN = 1 << 16  # fewest elements of a block for one oneDNN call per block
 MAX_QUERIES = 12  # most queries of a block for byte products; with more, float products are faster
 DIGITS, BASE = 3, 256
 MAX_UNITS = (1 << 23) - 0x8100  # fixed-point value of a row's maximum; its highest digit is at most 127
 OFFSET = 0x8080  # makes the two lower digits signed, see `split_digits`
-MIN_UNITS = 1 << 21  # below: use float products
+MIN_UNITS = 1 << 21  # with fewer units, use float products
 TINY = 1e-36  # fixed-point unit of a row of zeros
 
 

@@ -56,7 +56,7 @@ class RowGroups:
     def _places(self) -> tuple[Tensor, int, bool]:
         """Each row's index in its group, the largest group size, and whether the layout is regular.
 
-        It is if all groups have the same size and the rows are sorted by group.
+        The layout is regular if all groups have the same size and the rows are sorted by group.
         """
         place = rank_equal(self.owner.cpu()).to(self.owner.device)
         largest = int(place.max()) + 1

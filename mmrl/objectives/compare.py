@@ -150,7 +150,7 @@ def wpo(
     moved = (batch.advantage * batch.mask != 0).any(-1)
     weights = group_sum(torch.where(moved, surprise, 0.0), index).exp().clamp(max=max_weight)
     loss = implicit_reward.new_zeros(())
-    for group, weight in enumerate(weights):  # one by one: a comparison sums over groups
+    for group, weight in enumerate(weights):  # one group at a time: a comparison returns a sum
         inside = (index == group).to(batch.mask.dtype)[:, None]
         part = batch.replace(mask=batch.mask * inside, advantage=batch.advantage * inside)
         loss = loss + weight * compare(implicit_reward * inside, part)
@@ -174,7 +174,7 @@ def margins(implicit_reward: Tensor, batch: Batch, level: Level) -> tuple[Tensor
 def mean_over_groups(loss: Tensor, decided: Tensor, batch: Batch) -> Tensor:
     """Average losses (V, C) over the `decided` columns of each of V groups, then over the update's groups."""
     means = masked_mean(torch.where(decided, loss, 0.0), decided.to(loss.dtype), -1)
-    return means.sum() / (batch.totals.groups or 1.0)  # all groups, decided or not
+    return means.sum() / (batch.totals.groups or 1.0)  # divide by all groups, decided or not
 
 
 # ---- lists: advantages are rewards

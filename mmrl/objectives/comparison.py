@@ -105,11 +105,11 @@ def f_divergence(
 @objective
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Minimise comparisons of the rows of each group, plus penalties over all steps.
+    """Loss that compares the rows of each group by their implicit rewards, plus penalties over all steps.
 
-    The implicit reward of a row is the sum over its steps. A pair is a group with advantages 1 and -1.
-    Metrics have TRL's names; reported rewards are implicit rewards times the beta of the first comparison.
-    Comparisons can read the detached output of the policy as `batch.others["new"]`.
+    The implicit reward of a row is the sum of its steps' implicit rewards. A pair is a group with the
+    advantages 1 and -1. Metrics have TRL's names; reported rewards are implicit rewards times the beta of the
+    first comparison. Comparisons can read the detached output of the policy as `batch.others["new"]`.
 
     Args:
         implicit_reward: Implicit reward of a step, such as the log-ratio to the reference.
@@ -171,7 +171,7 @@ def diagnose_groups(reward: Tensor, batch: Batch) -> dict[str, Tensor]:
         return (group_sum(total * rows, index) / group_sum(rows, index).clamp(min=1)).sum() / groups
 
     chosen, rejected = mean_of(merit > 0), mean_of(merit < 0)
-    agrees = group_sum(merit * total, index) > 0  # covariance; a pair: chosen above rejected
+    agrees = group_sum(merit * total, index) > 0  # covariance; for a pair: chosen above rejected
     metrics = {"chosen": chosen, "rejected": rejected, "margins": chosen - rejected}
     metrics["accuracies"] = agrees.to(total.dtype).sum() / groups
     if "unrelated" in batch.notes:

@@ -41,7 +41,7 @@ class PolicyGradient:
         return needs_of(self.ratio, self.surrogate, self.aggregation, self.step_weight, self.penalty)
 
     def weigh(self, batch: Batch) -> Tensor:
-        """Return the weight (N, T) of every step; the weighted sum of the losses is the loss."""
+        """Return the weight (N, T) of every step; the loss is the weighted sum of the losses of all steps."""
         weight = self.aggregation(batch)
         for step_weight in as_list(self.step_weight):  # not renormalised: a weight of 2 counts twice
             weight = weight * step_weight(batch)

@@ -23,14 +23,15 @@ from mmrl.core.types import Unit
 class BradleyTerry:
     """Loss of a reward model on pairs: -log sigmoid(score of the better - score of the worse).
 
-    This is the loss of InstructGPT (arXiv 2203.02155) and of TRL's `RewardTrainer`, averaged over pairs. The
-    pair of a score without a name is that of the advantages 1 and -1; the pair of the label NAME is that of
-    the reward NAME, which the advantage function `pairs_with_ties` records. Pairs without a label add 0
-    loss for it. The loss and `rewards/...` metrics have one term per label; the loss is their mean.
+    This is the loss of InstructGPT (arXiv 2203.02155) and of TRL's `RewardTrainer`, averaged over pairs. An
+    unnamed score learns which answer has the larger advantage. A score for the label NAME learns which has
+    the larger reward NAME, which the advantage function `pairs_with_ties` records; pairs without this label
+    add 0. The loss is the mean over labels; every label has its own `rewards/...` metrics.
 
     With `tie_threshold` above 0, pairs follow the model of Rao and Kupper (1967, doi
-    10.1080/01621459.1967.10482901) with theta = exp(tie_threshold): the probability of a win is
-    sigmoid(d - tie_threshold), and that of a tie the rest, for a difference d of the scores.
+    10.1080/01621459.1967.10482901) with theta = exp(tie_threshold): for a score
+    difference d, the first answer wins with probability sigmoid(d - tie_threshold), the second with
+    sigmoid(-d - tie_threshold), and otherwise they tie.
 
     In `rewards/accuracies`, ties and missing labels count 1/2. In `rewards/chosen` and `rewards/rejected`
     they count with the mean of both scores.
@@ -40,7 +41,7 @@ class BradleyTerry:
             exceed (Llama 2, arXiv 2307.09288; the column `margin` of TRL). Empty: no margin.
         center_rewards_coefficient: Coefficient of the squared sum of the scores of a pair, which centres
             scores at 0 (arXiv 2312.09244; TRL's name).
-        tie_threshold: Half the width of the differences of scores that are ties; 0: ties teach nothing.
+        tie_threshold: Half the width of the range of score differences that are ties; 0: ties add no loss.
     """
 
     margin: str = ""

@@ -40,7 +40,7 @@ class ValueRegression:
         return Needs(outputs=frozenset({"value"}), others=old) | self.aggregation.needs
 
     def weigh(self, batch: Batch) -> Tensor:
-        """Return the weight (N, T) of every step; the weighted sum of the losses is the loss."""
+        """Return the weight (N, T) of every step; the loss is the weighted sum of the losses of all steps."""
         return self.aggregation(batch)
 
     def __call__(self, new: StepOutput, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:

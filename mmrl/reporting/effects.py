@@ -143,7 +143,7 @@ def finite(values: Mapping[str, Any]) -> dict[str, Any]:
 def prompt_difference(
     first: Mapping[str, tuple[str, str]], second: Mapping[str, tuple[str, str]], uids: Sequence[str]
 ) -> PromptDifference:
-    """Count the prompts whose input hashes differ, with the first of them; values are (text, hash)."""
+    """Count the prompts whose input hashes differ, and show the first one; values are (text, hash)."""
     different = [uid for uid in uids if first[uid][1] != second[uid][1]]
     if not different:
         return PromptDifference(0, len(uids))

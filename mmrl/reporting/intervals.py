@@ -47,9 +47,9 @@ def paired_interval(
 ) -> tuple[float, float, float]:
     """Estimate the mean difference of two groups of runs on the same prompts, with a 95 % interval.
 
-    Every sample draws prompts, the same for both groups, and seeds of each group that has several (as
-    rliable, arXiv 2108.13264). The interval counts the smaller number of seeds as its independent units if
-    both groups have several seeds, else the prompts; our reading.
+    Every bootstrap sample draws prompts, the same for both groups, and seeds of each group that has several,
+    as in rliable (arXiv 2108.13264). Our reading: the number of independent units is the smaller number of
+    seeds if both groups have several seeds, else the number of prompts.
 
     Args:
         before: Values (seeds, prompts) of the first group.

@@ -23,7 +23,7 @@ ASKED_FOR = (
     "gigpo", "on_policy_distillation", "dpo", "tempsamp_r1", "urpa", "flow_grpo", "flow_grpo_fast",
     "flow_cps", "mix_grpo", "grpo_guard", "tp_grpo", "awm", "diffusion_nft", "vgpo", "gdro",
 )  # fmt: skip
-PLACES = {"rewards": "reward", "references": "reference", "metrics": "metric"}  # keys with a plural
+PLACES = {"rewards": "reward", "references": "reference", "metrics": "metric"}  # kind of each plural key
 
 
 @dataclass(frozen=True)

@@ -153,16 +153,16 @@ def describe_measured(measured: Measured) -> dict[str, float]:
 
 
 def noted_sums(rollouts: Rollouts, name: str) -> dict[str, float]:
-    """Return the sum of the engine's per-step record `name` over sampled steps, and their number."""
+    """Return the sum of the engine's per-step record `name` over sampled steps, and the number of steps."""
     notes = [row.notes[name].double() for row in rollouts if name in row.notes and row.on_policy]
     noted = [note[~note.isnan()] for note in notes]
     return {"sum": float(sum(note.sum() for note in noted)), "steps": float(sum(map(len, noted)))}
 
 
 def noted_ages(rollouts: Rollouts, step: int) -> dict[str, float]:
-    """Count sampled tokens and those from older weights, with the sum and the maximum of their ages.
+    """Return the numbers of sampled tokens and of tokens from older weights, and the sum and maximum of ages.
 
-    The age of a token is the number of training steps since the weights that sampled it, as of `step`.
+    The age of a token is `step` minus the training step of the weights that sampled it.
     """
     sampled = [row for row in rollouts if row.on_policy]
     noted = [step - row.notes[VERSION].double() for row in sampled if VERSION in row.notes]

@@ -100,7 +100,7 @@ class Joined:
     only_first: int  # number of prompts only in `first`
     only_second: int
     other_targets: int  # number of prompts left out because their targets differ
-    other_words: int  # pairs whose prompt texts differ
+    other_words: int  # number of pairs whose prompt texts differ
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,11 @@ Say in a few sentences which answer is better, whatever its place and its length
 class PairwiseJudge(Judging):
     """Reward an answer with its win rate against the other answers of its group, judged by another model.
 
-    As in Pref-GRPO (arXiv 2508.20751). Every pair is shown in both orders, because judges often have a
-    position bias. A win in both orders counts 1; different verdicts and ties count 1/2. The cost is G (G - 1)
-    generations for G distinct answers, 56 for 8. `orders: random` shows each pair once in a random order:
-    this halves the cost, and the position bias cancels only on average. A comparison with a reference costs 2
-    generations per answer.
+    This is the reward of Pref-GRPO (arXiv 2508.20751). Every pair is shown in both orders, because judges
+    often have a position bias. A win in both orders counts 1; different verdicts and ties count 1/2. The cost
+    is G (G - 1) generations for G distinct answers, 56 for 8. `orders: random` shows each pair once in a
+    random order: this halves the cost, and the position bias cancels only on average. A comparison with a
+    reference costs 2 generations per answer.
 
     Equal answers tie and empty answers lose without asking the judge. A judgement that cannot be parsed
     counts 1/2; if no judgement of an answer can be parsed, its reward fails, as for `judge`. The only answer

@@ -109,8 +109,8 @@ def precomputed(prompt: Prompt, outcome: Outcome, *, key: str) -> float | None:
 def answer_f1(prompt: Prompt, outcome: Outcome, *, tag: str = "answer") -> float | None:
     """Compute the word F1 of the last `tag` block and the best target (SQuAD, arXiv 1606.05250).
 
-    As in GraphRAG-R1 (arXiv 2507.23581): 0 without such a block or without words. True and False count as yes
-    and no. If one side is yes, no or noanswer, F1 is 0 unless both are equal. None without a target.
+    As in GraphRAG-R1 (arXiv 2507.23581), F1 is 0 without such a block or without words. True and False count
+    as yes and no. If one side is yes, no or noanswer, F1 is 0 unless both are equal. None without a target.
     """
     blocks = tagged(outcome.text or "", tag)
     targets = needed_targets("answer_f1", prompt)

@@ -23,7 +23,7 @@ def repetition_penalty(
     """Return `max_penalty` times the fraction of repeated word n-grams (as in open-rs and TRL's recipes).
 
     The fraction is 1 - distinct n-grams / all n-grams, ignoring case. An answer of fewer than `ngram_size`
-    words gets 0 (arXiv 2503.16219, whose code has this reward, unused).
+    words gets 0. The code of open-rs (arXiv 2503.16219) contains this reward, but does not use it.
     """
     share = distinct_share((outcome.text or "").lower().split(), ngram_size)
     return 0.0 if share is None else max_penalty * (1 - share)

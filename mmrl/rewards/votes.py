@@ -25,10 +25,10 @@ def majority(
 ) -> list[float | None]:
     """Return 1 if an answer equals the majority answer of its group, else 0 (TTRL, arXiv 2504.16084).
 
-    The majority answer is a pseudo-label; of several with equal votes it is the first. An empty answer does
-    not vote and gets 0. Our reading: a group without votes has no label, and its rewards are None. The metric
-    `majority/share` is the label's fraction of the votes. All outcomes of a prompt vote, so use it with
-    engines that make one outcome per rollout.
+    The majority answer is a pseudo-label. If several answers have the most votes, it is the first of them.
+    An empty answer does not vote and gets 0. Our reading: a group without votes has no label, and its rewards
+    are None. The metric `majority/share` is the label's fraction of the votes. All outcomes of a prompt vote,
+    so use this reward with engines that make one outcome per rollout.
 
     Args:
         tag: The last block of this tag is compared, or the whole text if there is no such block.

@@ -31,7 +31,7 @@ class Towers:
     def __post_init__(self) -> None:
         self.model.eval().requires_grad_(False)
         self.length = self.tokenizer.context_length
-        inner = getattr(self.tokenizer, "tokenizer", None)  # open_clip's own has none
+        inner = getattr(self.tokenizer, "tokenizer", None)  # open_clip's own tokenizer has none
         self.words = plain_text.control_words(inner) if inner else plain_text.OPEN_CLIP
         self.factor = float(self.model.logit_scale.exp())  # logits are factor * cosine + bias (SigLIP)
         bias = self.model.logit_bias
@@ -79,7 +79,7 @@ def _load(model: str, pretrained: str | None, device: torch.device) -> Towers:
         import open_clip
     except ImportError as error:
         raise ImportError("clip_score needs open_clip: pip install 'mmrl[clip]'") from error
-    # Model and weights by open_clip's names; no weights if the model's files include them.
+    # Names of model and weights for open_clip; `weights` is None if the files of the model include weights.
     name, weights = model.removeprefix("local-dir:"), None
     architectures = [name.lower() for name in open_clip.list_models()]
     if name.startswith("hf-hub:") or Path(name).is_dir():

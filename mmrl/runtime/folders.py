@@ -106,7 +106,7 @@ def making(folder: Path, by: str, *, overwrite: bool = False, **facts: Any) -> I
             check_replaceable(folder, by, overwrite=overwrite, **facts)  # again, under the lock
             remove(unfinished)  # left by a killed process
             new_folder = unfinished / "new" / folder.resolve().name  # builders may write this name into files
-            new_folder.parent.mkdir(parents=True)  # only the parent
+            new_folder.parent.mkdir(parents=True)  # the caller makes the folder itself
             try:
                 yield new_folder
                 check_replaceable(folder, by, overwrite=overwrite, **facts)  # other programs ignore the lock

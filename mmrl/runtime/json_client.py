@@ -95,7 +95,7 @@ class JsonClient:
                 if status not in PASSING or not left:
                     message = data[:300].decode(errors="replace").strip()
                     raise StatusError(f"'{self.url}' answered with {status} {reason}: {message}", status)
-            # wait, 2 wait, 4 wait, ...
+            # The pauses are wait, 2 wait, 4 wait, ...
             time.sleep(self.wait * 2 ** (self.request_retries - left))
         raise AssertionError("the last try returns or raises")
 

@@ -62,7 +62,7 @@ class EnergyMeter:
             now = [read() for read, _ in self.counters[name]]
             pairs = zip(before, now, self.counters[name], strict=True)
             steps = [b - a + (wrap if b < a else 0.0) for a, b, (_, wrap) in pairs]
-            spent[JOULES[name]] = sum(max(0.0, step) for step in steps)  # < 0: driver restarted
+            spent[JOULES[name]] = sum(max(0.0, step) for step in steps)  # negative if the driver restarted
             self.last[name] = now
         return spent
 

@@ -228,14 +228,14 @@ class Derived:
             copied = {id(tensor) for tensor in (*derived.parameters(), *derived.buffers())}
             shared = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
             parameters = list(self.model.parameters())
-            # Originals missing in the copy were replaced. If it only adds weights, any may be their source.
+            # Originals missing in the copy were replaced. New weights may be computed from any original.
             replaced = [parameter for parameter in parameters if id(parameter) not in copied]
             self._read = replaced or (parameters if copied - shared else [])
             self._stamp = self._look()
         return self.made
 
     def _look(self) -> Any:
-        """Return a version stamp of weights: changes on writes in place, new storage or replacement."""
+        """Return a stamp of the weights; it changes if a weight is written in place, moved or replaced."""
         identities = tuple(id(p) for p in self.model.parameters())
         return identities, tuple((p._version, p.data_ptr()) for p in self._read)
 

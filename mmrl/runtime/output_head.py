@@ -92,7 +92,7 @@ def check_head(model: Any) -> None:
         del core.forward
         if before is not None:
             core.forward = before
-    own = head(hidden)[..., : wanted.shape[-1]]  # Janus: text head only
+    own = head(hidden)[..., : wanted.shape[-1]]  # Janus's forward pass has the text head only
     hidden_tokens = wanted <= torch.finfo(wanted.dtype).min / 2  # masked image tokens (Chameleon)
     logits, wanted = (x.masked_fill(hidden_tokens, 0).float() for x in (own, wanted))
     wanted = wanted * forward_factor(model)

@@ -164,7 +164,7 @@ def join(workers: Workers, what: str) -> None:
         _joined[ray.get_runtime_context().get_session_name()] = address
         return
     context = ray.get_runtime_context()
-    # No entry: the user's own program joined or started the cluster.
+    # Clusters missing in `_joined` were joined or started by the user's own program.
     joined = _joined.get(context.get_session_name())
     if address not in (("", "auto") if joined is None else (joined,)) and address != context.gcs_address:
         raise ConfigError(

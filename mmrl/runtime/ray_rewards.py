@@ -58,7 +58,7 @@ class RewardWorker:
         try:
             values = called(self.reward, asked.prompts, asked.outcomes, asked.call, asked.seconds)
             return Scored(values, asked.call)
-        # Also catch SystemExit, which would end the actor, as the call in a thread does.
+        # Also catch SystemExit, which would end the actor. Rewards that run in a thread are treated likewise.
         except BaseException as error:
             kind = "" if isinstance(error, NotNumbers) else type(error).__name__
             return Scored([], asked.call, (kind or "NotNumbers", str(error), traceback.format_exc()))

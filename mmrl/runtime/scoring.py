@@ -51,7 +51,7 @@ def _copy(value: Any) -> Any:
 
 @dataclass
 class Scoring:
-    """Context of one reward call: readable values besides the arguments, and logged metrics."""
+    """Context of one reward call: values that the reward can read besides its arguments, and what it logs."""
 
     tokens: Sequence[Sequence[int] | None] = ()  # token ids of each outcome; None if it has no tokens
     turns: Sequence[Sequence[Message]] = ()  # conversation of each outcome; may be empty

@@ -23,7 +23,7 @@ FEW_BITS = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F4")  # low-bit dtypes of safeten
 BASE = "mmrl_base_weights"  # header key of an adapter file: hash of the base weights
 # Settings of a `LoraConfig` that change the effect of given adapter weights.
 EFFECTIVE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora", "lora_bias")
-# Settings without effect once weights exist, or that the weight names imply.
+# Settings that have no effect once weights exist, or that follow from the names of the weights.
 PAST = (
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "target_modules", "exclude_modules", "lora_dropout", "init_lora_weights",

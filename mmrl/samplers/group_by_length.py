@@ -18,7 +18,7 @@ from mmrl.samplers.uniform import Uniform
 
 @sampler
 class GroupByLength(Uniform):
-    """Draw every prompt once per epoch, prompts of similar length in one step (transformers' name).
+    """Draw every prompt once per epoch, with prompts of similar length in each step, as in transformers.
 
     In every epoch, the shuffled prompts are divided into mega-batches of `mega_batch` steps. Each is sorted
     by length and cut into steps, and the steps of the epoch come in random order.

@@ -90,7 +90,7 @@ def _request_again(run: Run) -> None:
 
 
 def with_version(rows: Rollouts, version: int, step: int) -> Rollouts:
-    """Add the note "version" (training step of the sampling weights) to rows that older weights sampled."""
+    """Add the note `VERSION` (training step of the sampling weights) to rows that older weights sampled."""
     if version == step:
         return rows
     return tuple(

@@ -101,8 +101,8 @@ class Evaluator:
     def resample(self, table: RewardTable) -> dict[str, Tensor]:
         """Compute every metric on bootstrap samples: (RESAMPLES,) each, NaN if undefined in a sample.
 
-        Prompts are drawn with replacement, those with an equal tag `cluster` together, because they are not
-        independent. Tables of the same prompts get the same draws.
+        Prompts are drawn with replacement. Prompts with an equal tag `cluster` are drawn together, because
+        they are not independent. Tables of the same prompts get the same draws.
         """
         rows_of = _rows_of_units(table)
         drawn: dict[str, Tensor] = {}
@@ -117,9 +117,9 @@ class Evaluator:
         return drawn
 
     def units(self, table: RewardTable, names: Iterable[str]) -> dict[str, int]:
-        """Count the independent units behind each metric: those that alone give a number, or else all.
+        """Count the independent units behind each metric: those that have a value of the metric, or else all.
 
-        A metric of a reward with `where` rests on the prompts to which the reward applies.
+        For a reward with `where`, for example, these are the prompts to which the reward applies.
         """
         rows_of, numbers = _rows_of_units(table), Counter[str]()
         for rows in rows_of:

@@ -31,13 +31,13 @@ class Method:
 
 
 class ChainError(ValueError):
-    """Raised if an advantage function fails, or returns no table or non-finite values."""
+    """Raised if an advantage function fails, or does not return a table with finite values."""
 
 
 def through_chain(chain: Sequence[Bound], table: RewardTable, step: int) -> RewardTable:
     """Compute advantages from a reward table by the advantage functions, in order.
 
-    The functions get one row per episode. If none of them reads turns, those of a conversation are merged.
+    The functions get one row per episode. If none of them reads turns, a conversation gets a single outcome.
 
     Raises `ChainError` with the name of the function if it fails, does not return a table of the same rows,
     or makes a valid value NaN or infinite. `step` is only used in the message.

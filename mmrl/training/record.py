@@ -41,7 +41,7 @@ def name_of(record: Mapping[str, Any]) -> str:
 
 
 def changed_defaults(old: Mapping[str, Any], new: Mapping[str, Any], given: Changes) -> Changes:
-    """List configuration changes between two records; `given`: changes of the configuration file.
+    """List configuration changes between two records; `given` are the changes of the configuration file.
 
     Writing out a default is no change. A new option is a change only if the file sets it.
     """

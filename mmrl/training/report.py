@@ -217,7 +217,7 @@ class Reporter:
         from mmrl.reporting.html import write_page
 
         records = list(self.records)
-        if last and records:  # keep what the last step reported
+        if last and records:  # metrics that the last step reported take precedence
             records[-1] = {**describe_measured(last), **records[-1]}
         self._run_checks(records)  # including the last evaluation
         if last:

@@ -305,7 +305,7 @@ class Run:
             self.progress.best.see(self.progress.step, reported[name], self.config.greater_is_better)
 
     def name_weights(self) -> str:
-        """Hash the weights: store the hash of the frozen ones, return that of the trained ones.
+        """Hash the weights: store the hash of the frozen weights, and return the hash of the trained weights.
 
         Every process must call this, since shards are gathered one at a time. The base model is identified by
         frozen weights only: a checkpoint replaces the trained weights, and training may change buffers.
@@ -340,7 +340,7 @@ class Run:
         """Restore the output of `state_dict`; the model's weights must be loaded before."""
         self.learner.load_state_dict(state)
         for name, reference in self.stateful["references"].items():
-            like = () if name in self.seconds else self.learner.trained  # critics: own parameters
+            like = () if name in self.seconds else self.learner.trained  # critics have their own parameters
             reference.load_state_dict(reshard_state(state["references"][name], like))
         for place, piece in self.stateful["pieces"].items():
             piece.load_state_dict(state["pieces"][place])

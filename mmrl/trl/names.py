@@ -35,7 +35,7 @@ class Name(NamedTuple):
 
 
 def _rows(key: str, rule: str = "", note: str = "", **defaults: Any) -> dict[str, Name]:
-    """Create table entries for arguments that share a key and a rule; `defaults`: name -> default."""
+    """Create table entries for arguments that share a key and a rule; `defaults` maps names to defaults."""
     return {name: Name(key, default, rule, note) for name, default in defaults.items()}
 
 
@@ -86,7 +86,7 @@ SFT: dict[str, Name] = {
     **_rows(f"{ENGINE}.assistant_only_loss", "rows", "Turns are written as the last one is.",
             assistant_only_loss=False),
 }  # fmt: skip
-SHARED: dict[str, Name] = {  # of DPOConfig and SFTConfig
+SHARED: dict[str, Name] = {  # arguments of both DPOConfig and SFTConfig
     **_rows("", "rows", "Nothing is ever cut: of SFT, a longer row is an error (`bad_rows: drop`).",
             max_length=1024),
     **_rows("", "rows", "Of SFT: as `packing`.", padding_free=False),
@@ -254,7 +254,7 @@ DPO_ONLY = frozenset({*DPO, *SHARED, "use_weighting", "truncation_mode", "precom
 SFT_ONLY = frozenset(
     {*SFT, "packing_strategy", "eval_packing", "dataset_text_field", "dataset_kwargs", "chat_template_path"}
 ) | {"eos_token"}
-# By kind of run: arguments that its configuration class lacks.
+# For each kind of run, the arguments that its configuration class lacks.
 LACKS: dict[str, frozenset[str]] = {
     "grpo": DPO_ONLY | SFT_ONLY,
     "dpo": frozenset(GRPO) | SFT_ONLY,

@@ -66,7 +66,7 @@ def surrogate(given: Given) -> Change:
     named, place = loss in GRPO_LOSSES, "objective.surrogate"
     masked = given.at(f"{place}.name") == "off_policy_mask"
     if "off_policy_mask_threshold" in given if named else masked:
-        place = f"{place}.surrogate"  # the surrogate inside the mask
+        place = f"{place}.surrogate"  # the surrogate that `off_policy_mask` wraps
     kind = GRPO_LOSSES[loss][0] if named else given.at(f"{place}.name") or "clip"
     options = _surrogate_options(given, kind, whole=False)
     return {f"{place}.{name}": value for name, value in options.items()}

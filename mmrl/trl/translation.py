@@ -152,7 +152,7 @@ def _is_base(onto: Mapping[str, Any], own: Mapping[str, Any], kind: str) -> bool
 
 
 def _defaults(onto: Mapping[str, Any], kind: str, whole: bool) -> dict[str, Any]:
-    """Return TRL's defaults for keys that `onto` does not set; those of the objective only if `whole`."""
+    """Return TRL's defaults for keys that `onto` does not set; `whole` includes keys of the objective."""
     base, defaults = base_of(kind), {}
 
     def is_set(key: str) -> bool:

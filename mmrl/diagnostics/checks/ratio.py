@@ -25,8 +25,8 @@ def initial_ratio(
     """Check that the ratio of policy to engine is 1 before the first update.
 
     If it is not, the check computes log-probabilities again to find the cause: in evaluation mode, row by
-    row, in float32, and shifted by a step. The first variant with a ratio of 1 is the cause. If the engine is
-    less exact on purpose (caches, transforms), the finding is an error only above a KL of `max_kl`.
+    row, in float32, and shifted by a step. The first variant with a ratio of 1 reveals the cause. For an
+    engine that is less exact on purpose (caches, transforms), only a KL above `max_kl` is an error.
 
     Args:
         tolerance: Largest mean absolute difference of log-probabilities, in nats.
@@ -114,7 +114,7 @@ def _cause(
                 "set policy.dtype=float32, or accept it with objective.step_weight=[truncated_importance] "
                 "and a clip range well above it",
             )
-    # Shifted labels: compare column t of the policy with column t - shift of the engine.
+    # To detect shifted labels, compare column t of the policy with column t - shift of the engine.
     steps = valid.shape[1]
     for shift, side in ((1, "earlier"), (-1, "later")):
         low, high = max(0, shift), min(steps, steps + shift)

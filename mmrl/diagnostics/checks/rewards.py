@@ -34,9 +34,9 @@ def rewards_apply(examined: Examined) -> Iterator[Finding]:
 
 @check(on="start")
 def zero_variance_groups(examined: Examined) -> Iterator[Finding]:
-    """Check that rewards differ between the answers to a prompt, unless equal ones give advantages too.
+    """Check that rewards differ between answers to a prompt, unless the method learns from equal rewards.
 
-    They do without a comparison of the group, as with labelled answers (KTO).
+    Methods that do not compare the answers of a group do so, such as KTO with labelled answers.
     """
     table, credit = join_episodes(examined.table), examined.credit
     if not len(table) or examined.config.rollout.num_generations < 2:

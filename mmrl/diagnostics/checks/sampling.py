@@ -24,8 +24,8 @@ GREEDY = ("temperature", 0)
 def sampling_params(examined: Examined) -> Iterator[Finding]:
     """Check that the engine samples with the configured parameters, not with defaults of the checkpoint.
 
-    The mean of -log p over sampled steps should be near their entropy. A much lower mean indicates greedy
-    sampling, a lower temperature or a truncated distribution that is not configured.
+    The mean of -log p over sampled steps should be near the mean entropy of these steps. A much lower value
+    indicates greedy sampling, a lower temperature or a truncated distribution that is not configured.
     """
     yield from _overwritten(examined)
     rows = [row for row in examined.rollouts if row.on_policy]

@@ -66,7 +66,7 @@ def reward_hacking(
     for name in names:
         values = yield from _series(records, name)
         low = next((record[f"{name}/low"] for record in records if f"{name}/low" in record), math.nan)
-        for step, value in values[1:]:  # the first value has the interval
+        for step, value in values[1:]:  # the first value provides the interval
             before = [pair for pair in trained if pair[0] <= step]
             size = min(window, len(before) // 2)  # no overlap of start and end
             if size and value < low and (end := _mean(before[-size:])) > (start := _mean(before[:size])):

@@ -118,7 +118,7 @@ def metrics_by_panel(runs: Runs) -> dict[Panel, list[str]]:
         return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns.split())}
 
     inside = {panel: matching(panel.patterns) - matching(panel.but) for panel in (*PANELS, OTHERS)}
-    inside[OTHERS] -= matching(" ".join(panel.patterns for panel in PANELS))  # also those excluded by `but`
+    inside[OTHERS] -= matching(" ".join(panel.patterns for panel in PANELS))  # `but` included
     return {panel: sorted(members) for panel, members in inside.items()}
 
 
@@ -155,7 +155,7 @@ def seconds_of(record: Mapping[str, Any]) -> dict[str, float]:
         for name, seconds in record.items()
         if name.startswith("time/") and not name.endswith("_per_second")
     }
-    rest = record.get("step_time", 0.0) - sum(parts.values())  # below 0 by rounding
+    rest = record.get("step_time", 0.0) - sum(parts.values())  # rounding can make it negative
     return {name: max(0.0, value) for name, value in {**parts, "other": rest}.items()}
 
 
