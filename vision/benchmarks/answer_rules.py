@@ -60,10 +60,10 @@ NUMBERS = [
 
 
 def mmmu(text: str, question: Question) -> Verdict:
-    """Apply MMMU's rules. For a text without a choice, a letter is drawn at random, from the question's id.
+    """Apply MMMU's rules. If a text names no choice, a random letter, seeded by the question's id, is judged.
 
-    MMMU's draw depends on the order of the answers. An open question is right if a number of the answer
-    equals the target to two decimals, or a key phrase of the answer contains it.
+    In MMMU's own code, the random letter depends on the order of the answers. The answer to an open question
+    is right if a number in it equals the target to two decimals, or a key phrase in it contains the target.
     """
     if question.choices:
         letter = mmmu_letter(text, question)
@@ -113,7 +113,7 @@ def _last(places: Mapping[str, int]) -> str | None:
 
 
 def _normal(text: str) -> list[str | float]:
-    """Round a number to two decimals; add blanks to a single letter, so that it matches no longer word."""
+    """Round a number to two decimals; add a blank to a single letter, so that it is not found in words."""
     text = text.strip()
     try:
         return [round(float(text.replace(",", "")), 2)]
@@ -167,7 +167,7 @@ def mathvista_normal(answer: str, question: Question) -> str | None:
     return answer
 
 
-# ---- MMBench (arXiv 2307.06281), as VLMEvalKit matches answers exactly
+# ---- MMBench (arXiv 2307.06281), with the exact matching of VLMEvalKit
 
 REFUSALS = (
     "Sorry, I can't help with images of people yet.",
@@ -279,7 +279,7 @@ RULES: dict[Benchmark, Callable[[str, Question], Verdict]] = {
 
 
 def own_answer(benchmark: Benchmark, question: Question) -> tuple[str, ...]:
-    """Write each right answer of a question in a form that the rule of its benchmark reads."""
+    """Format every right answer to a question so that the scoring rule of its benchmark accepts it."""
     named = zip(question.letters, question.choices, strict=True)
     letters = tuple(f"({letter})" for letter, choice in named if choice in question.answers)[-1:]
     if benchmark == "mathvista":

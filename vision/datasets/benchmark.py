@@ -60,7 +60,7 @@ def benchmark(
             `{subtitles}` (Video-MME), or any other column; empty: the benchmark's own.
         open_prompt: Template for questions without choices; empty: the benchmark's own.
         extension: Suffix that is appended to Video-MME's `videoID`.
-        subtitles: Folder of Video-MME's subtitles, `<videoID>.srt`; those of the sampled frames are shown.
+        subtitles: Folder of Video-MME's subtitles, `<videoID>.srt`; the prompt has those at sampled frames.
         frames_per_second: Sampling rate of video frames.
         max_frames: Maximum number of frames per video.
         total_pixels: Maximum number of pixels of all frames of a video; 0: no limit.
@@ -111,7 +111,7 @@ class _Shown:
     missing: set[str] = field(default_factory=set)  # videos without subtitles
 
     def placed(self, item: Item, text: str, place: str) -> tuple[str, list[Media]]:
-        """Return a prompt with placeholders for its media, and the media in their order."""
+        """Return the text of a prompt with placeholders for its media, and the media in the same order."""
         if item.image_of:
             if item.image_of not in self.images:
                 raise RowError(f"it shows the image of row {item.image_of}, which is not before it")
@@ -148,7 +148,7 @@ class _Shown:
         return name + self.extension if item.named.get("video") == name else name
 
     def name_missing(self, videos: int) -> None:
-        """Warn of videos without subtitles, of this number of videos."""
+        """Log how many of the `videos` videos have no subtitles, if there are any."""
         if self.missing:
             log.warning("%d of %d videos have no subtitles in '%s'", len(self.missing), videos, self.folder)
 

@@ -46,8 +46,8 @@ class Unconditional:
 class ImageTokens:
     """The image tokens of a vocabulary, and their guidance scale.
 
-    The probability of an image token is a softmax over the image tokens alone, that of any other token over
-    all tokens but the forbidden ones.
+    The probability of an image token is a softmax over the image tokens alone. The probability of any other
+    token is a softmax over all tokens that are not forbidden.
     """
 
     ids: Tensor  # (C,) ids of the image tokens

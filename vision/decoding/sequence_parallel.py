@@ -117,7 +117,7 @@ class SequenceParallel:
         if sequences is not None:
             first = sequences[0]
             axes = 0 if positions is None else (1 if positions.ndim == 2 else len(positions))
-            # One flag per sequence: exchange gradients only of sequences that the owner trains on.
+            # Bit i of `needs`: whether sequence i needs gradients, which are exchanged only then.
             needs = sum(sequence.requires_grad << i for i, sequence in enumerate(sequences))
             plan = torch.tensor(
                 [*first.shape, len(sequences), axes, needs, DTYPES.index(first.dtype)], device=device

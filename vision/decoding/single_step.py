@@ -167,7 +167,7 @@ class _Layer:
         rows, heads = len(states), self.inputs(self.before(states))
         turned, values = heads.view(rows, -1, 1, self.size).split([self.queries + self.keys, self.keys], 1)
         turned = turned if self.of_heads is None else self.of_heads(turned)
-        # Rotary embedding pairs channel i of the two halves of a head; rolling swaps the halves.
+        # Rotary embedding rotates channels i and i + size / 2 together; rolling swaps the halves of a head.
         turned = torch.addcmul(turned * angles[0], turned.roll(self.size // 2, -1), angles[1])
         queries, keys = turned.to(values.dtype).split([self.queries, self.keys], 1)
         cache.update(keys, values)

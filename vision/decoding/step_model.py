@@ -100,7 +100,7 @@ class StepModel(nn.Module):
                 begin = steps.unconditional.begin.to(device)[where[0]]
                 second = self.states(steps.unconditional.steps)[where[0], (where[1] - begin).clamp(min=0)]
             columns = hidden[where], head, ids, temperature
-            # Not with teachers or guidance, whose outputs may differ between equal steps.
+            # Compute equal steps only once, unless teachers or guidance may give them different outputs.
             distinct = steps.tree and taught is None and second is None
             if distinct:
                 first, each = (index.to(device) for index in steps.distinct_steps(inside))
@@ -119,7 +119,7 @@ class StepModel(nn.Module):
 
     @property
     def reads_trees(self) -> bool:
-        """Whether common prefixes that are longer than a prompt are computed once."""
+        """Whether prefixes that rows share beyond their prompt are computed once."""
         return self.share and reads_trees(self.model, packed=self.checkpointed)
 
     def states(self, steps: TokenSteps) -> Tensor:
@@ -127,7 +127,7 @@ class StepModel(nn.Module):
         core = self.model.base_model
         if steps.tree and not self.reads_trees:
             steps = replace(steps, tree=None)
-        # Only with gradients: other passes store no activations, and differ in number between processes.
+        # Not without gradients: such passes need little memory, and their number differs between processes.
         if self.together and torch.is_grad_enabled():
             with self.together.active():
                 hidden = read_whole(core, steps)

@@ -117,7 +117,7 @@ class WithPrefixRollouts:
         for number, row in enumerate(rows):
             uid = row.prompt.uid
             if ends := self.cuts(row):
-                key = (uid, counts[uid])  # random numbers independent of other rows
+                key = (uid, counts[uid])  # makes random numbers independent of other rows
                 if self._chosen(key):
                     probes += self._probes(number, row, ends, key, targets.get(uid), first=len(probes))
                 else:
@@ -185,7 +185,7 @@ class WithPrefixRollouts:
         target: Tensor | None,
         first: int,
     ) -> list[Probe]:
-        """Create the branches that complete an answer's prefixes; `key` seeds them, `first`: first index."""
+        """Create the branches that complete an answer's prefixes, seeded by `key`; `first`: their first index."""
         prompt, opener, nothing = row.steps.prompt, self._tokenized(self.opener), torch.zeros(0)
         # The first branch replays the answer up to the last cut, without sampling.
         probes = [

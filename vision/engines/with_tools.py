@@ -279,7 +279,7 @@ class WithTools:
         steps = TokenRow.of_turns(talk.turns, talk.temperature)
         ends = torch.tensor([len(ids) for _, ids in talk.turns]).cumsum(0).tolist()
         tags = {"finish": CALL}
-        if len(talk.begins) > 1:  # unique in a training step
+        if len(talk.begins) > 1:  # several rows: tag them with a name that is unique in a training step
             tags[EPISODE] = f"{talk.prompt.uid}/{self.stream.round}/{talk.index}"
         outcomes = [
             replace(outcome, end=end, tags={TURN: str(turn), **tags})

@@ -14,8 +14,8 @@ from mmrl.config.registry import environment
 from mmrl.vision.environments.browser_tasks import END, TASK_NAMES, TaskName, make_task
 from mmrl.vision.environments.chromium import SCROLL, chromium, fields_of, find_chromium
 
-MAX_TYPED = 200  # most characters of one `type`
-MAX_SCROLL = 10_000  # most pixels of one `scroll`
+MAX_TYPED = 200  # maximum number of characters that one action `type` writes
+MAX_SCROLL = 10_000  # maximum number of pixels that one action `scroll` moves the page
 # Keys that a model may press, with Playwright's names.
 KEYS = {
     "enter": "Enter", "return": "Enter", "tab": "Tab", "space": "Space", "backspace": "Backspace",
@@ -25,7 +25,7 @@ KEYS = {
     "shift+tab": "Shift+Tab", "ctrl+a": "Control+a",
 }  # fmt: skip
 Action = Literal["left_click", "double_click", "type", "key", "scroll", "terminate"]
-TAKES: Mapping[Action, str] = {  # the argument of every action
+TAKES: Mapping[Action, str] = {  # maps every action to its argument
     "left_click": "coordinate", "double_click": "coordinate", "type": "text", "key": "keys",
     "scroll": "pixels", "terminate": "status",
 }  # fmt: skip

@@ -19,9 +19,9 @@ SWITCHES = (
     "--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND",
 )  # fmt: skip
 ADDRESS = "http://task.invalid/"  # the only URL that is served (from memory)
-LIMIT = 30.0  # seconds for one action, with its screenshot
-CONCURRENT = 8  # most concurrent pages
-KEPT = 256  # cached first screenshots
+LIMIT = 30.0  # time limit of an action and its screenshot, in seconds
+CONCURRENT = 8  # maximum number of pages that are open at once
+KEPT = 256  # maximum number of cached screenshots of newly opened pages
 
 # JavaScript that is run on pages: constants that get data as arguments.
 READ_FIELDS = """() => {
