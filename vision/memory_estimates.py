@@ -95,7 +95,7 @@ class _Asked:
         return self.longest - len(self.layout)
 
     def begun(self, policy: Any) -> list[EncodedPrompt]:
-        """List the inputs before an image: the prompt with a text, and the negative prompt if there is guidance."""
+        """List the inputs before an image: prompt and text, and the negative prompt if there is guidance."""
         begin = torch.tensor([policy.images.begin])
         own = continued(self.prompt, begin.expand(max(1, self.text)))
         return [own, *([continued(self.negative, begin)] if self.negative else [])]

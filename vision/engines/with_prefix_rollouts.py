@@ -185,7 +185,7 @@ class WithPrefixRollouts:
         target: Tensor | None,
         first: int,
     ) -> list[Probe]:
-        """Create the branches that complete an answer's prefixes, seeded by `key`; `first`: their first index."""
+        """Create the branches that complete an answer's prefixes, from index `first` on; `key` seeds them."""
         prompt, opener, nothing = row.steps.prompt, self._tokenized(self.opener), torch.zeros(0)
         # The first branch replays the answer up to the last cut, without sampling.
         probes = [

@@ -42,7 +42,7 @@ def recorded_row(
         raise ValueError("its recorded answer is no text; `max_length` and the choice of tokens need one")
     begun = _from_first_turn(prompt, outcome) if learn == "assistant" else (prompt, outcome)
     texts, turns, replies = encode_recorded(encoder, *begun)
-    # Tool calls as text, so that the answer can also be encoded after a prompt without tools.
+    # Store tool calls as text, so that the answer can also be encoded after a prompt without tools.
     words, text = iter(texts), texts[-1]
     messages = [Message(t.role, (Part(next(words)),)) if t.role == "assistant" else t for t in begun[1].turns]
     read, last = turns[-1]

@@ -148,7 +148,7 @@ class Tokens:
         self.compute, self.share_prefix, self.packing = DTYPES[dtype], share_prefix, packing
         self._choose_weights(freeze_vision_tower, frozen, gradient_checkpointing)
         self.inner = InnerOptions(hot_temperature, cold_temperature, top_k, rank_stride)
-        self.teachers: list[Teaching] = []  # teachers (references) append themselves
+        self.teachers: list[Teaching] = []  # reference models that are teachers append themselves here
         self.module: nn.Module = StepModel(
             self.model,
             self.prompt_encoder.placeholders,
@@ -389,6 +389,6 @@ class Tokens:
         if self.adapter is not None:
             loading.load_adapter_weights(self.adapter, folder)
             return
-        # Read in the widest dtype: the config names that of frozen weights, but trained ones are float32.
+        # Read in the widest dtype of the file: trained weights are float32, whatever dtype the config names.
         widest = widest_dtype(self.model, folder)
         copy_weights(self.model, load_whole(type(self.model), folder, dtype=widest))

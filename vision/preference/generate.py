@@ -130,7 +130,7 @@ def generate_pairs(
         # Sort by hallucination ratio: the answer with the lower ratio should be better.
         both.sort(key=lambda row: row.outcomes[-1].recorded.get("contrast_alpha", 0.0))
     scores = iter(reward(twice, [row.outcomes[-1] for both in rows.values() for row in both]))
-    # Encoders such as CLIP have a limited context; other rewards read texts of any length.
+    # Encoders such as CLIP read a limited number of tokens; other rewards read texts of any length.
     reads_whole = getattr(reward.function, "reads_whole", lambda text: True)
     answers = {}
     for uid, both in rows.items():

@@ -175,7 +175,7 @@ class Servers:
             if requests and not self.outstanding:
                 self.asking = (self.folder / ASKING).open("a")
                 flock(self.asking, fcntl.LOCK_SH)
-                self._wake_up(self.alive)  # `rest` cannot lock: they stay awake
+                self._wake_up(self.alive)  # while the lock is held, `rest` lets them stay awake
             self.outstanding += len(requests)
         for future, uid, request in requests:
             future.add_done_callback(self._answered)
@@ -191,11 +191,11 @@ class Servers:
             try:
                 flock(asking, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                return  # left to the last process with requests
+                return  # the last process with pending requests calls `rest` again
             for server in self.alive:
                 try:
                     self._send_to_sleep(server)
-                except OSError as error:  # it died: later requests handle that
+                except OSError as error:  # the server died, which later requests handle
                     server.alive, server.last_error = False, str(error)
 
     def _send_to_sleep(self, server: Server) -> None:
@@ -272,7 +272,7 @@ class Servers:
         log.warning("%s did not answer prompt '%s', which is asked again: %s", server.url, uid, fault)
         with self.counting:
             self.again += 1
-        if (has := server.version()) != self.weights.version:  # it died, or was restarted
+        if (has := server.version()) != self.weights.version:  # dead, or restarted with other weights
             server.alive = has is not None
             if has is not None:
                 with locked(self.folder / LOCK):
@@ -286,7 +286,7 @@ class Servers:
         """Load the weights into a server, unless it does not answer or already has them."""
         assert self.weights is not None
         wanted, has = self.weights.version, server.version()
-        if has not in (None, wanted, server.loaded):  # new, restarted, or shared with other runs
+        if has not in (None, wanted, server.loaded):  # new, restarted, or loaded by another run
             server.joins += 1
             server.sums = ("", "")
         if has not in (None, wanted):
@@ -298,7 +298,7 @@ class Servers:
                 if len(self.servers) > 1 and server.sums[0] != held:
                     server.sums = held, server.checksum()
                 has = server.version()
-            except OSError as error:  # it died during the update
+            except OSError as error:  # the server died during the update
                 server.last_error, has = str(error), None
         if has not in (None, wanted):
             raise RuntimeError(f"'{server.url}' has the weights '{has}' after it was brought '{wanted}'")

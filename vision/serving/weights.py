@@ -119,9 +119,9 @@ def _let_go(folder: Path, used: TextIO) -> None:
 
 
 def _let_go_of_all(written: Mapping[Path, TextIO], how: int = fcntl.LOCK_NB) -> None:
-    """Remove all folders that no other learner uses; with LOCK_NB, locked ones at the program's end.
+    """Remove the folders that no other learner uses; with LOCK_NB, locked folders wait for the program's end.
 
-    The garbage collector may call it in any thread, also in one that has the lock: it must not wait for it.
+    The garbage collector may call this function in a thread that holds the lock, so it must not wait for it.
     """
     for folder, used in written.items():
         if not folder.exists():  # a user removed it before the process ended

@@ -18,7 +18,7 @@ from mmrl.vision.tools.replies import Answer, Limits, as_answer
 
 ShownImage = Annotated[Any, SHOWN]  # argument type: a PIL image; the model sends its index
 TIMEOUT = 60.0  # default time limit of a tool call, in seconds
-MAX_CALLS = 16  # most calls per turn
+MAX_CALLS = 16  # maximum number of tool calls per turn
 
 
 @dataclass(eq=False)
