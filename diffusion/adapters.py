@@ -32,7 +32,7 @@ NUMBER = re.compile(r"\d+")  # index of a block in a module name
 
 
 def place_of(folder: Path, network: str) -> Path:
-    """Return the folder of a network's adapter: `folder`, or a subfolder for a pipeline's second network.
+    """Return the folder of a network's adapter: `folder`, or its subfolder for a pipeline's second network.
 
     Diffusers loads the subfolder with `load_lora_weights(subfolder, load_into_transformer_2=True)`.
     """
@@ -152,7 +152,7 @@ def load_lora(network: nn.Module, folder: Path) -> None:
 
 
 def read_lora(folder: Path) -> tuple[dict[str, Tensor], Any, bool, str]:
-    """Return an adapter's weights, `LoraConfig`, whether it came from the file, and the base's hash or "".
+    """Return an adapter's weights, its `LoraConfig`, whether the file holds this, and the base weights' hash.
 
     Without settings in the header, every module is scaled by 1, as in diffusers. Raises `ValueError` unless
     the file holds only LoRA weights of the network, with settings that can be trained further.

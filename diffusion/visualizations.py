@@ -171,7 +171,7 @@ def turning_points(
 
 def credited(name: str, measured: Measured, chain: tuple[Callable, ...]) -> list[CreditedTrajectory]:
     """Apply advantage functions to an evaluation's rewards; rows with missing rewards are left out."""
-    table = measured.table.select(measured.table.mine)  # rows of this process, as in `rollouts`
+    table = measured.table.select(measured.table.mine)  # the rows of this process, as in `rollouts`
     if not len(table) or table.ends.shape[1] < 2:
         return []
     for piece in chain[:-1]:

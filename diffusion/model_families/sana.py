@@ -60,7 +60,7 @@ class Sana(PipelineFamily):
     def velocity(
         self, network: nn.Module, latents: Tensor, sigma: Tensor, condition: Condition, guidance: Tensor
     ) -> Tensor:
-        """Predict velocities at timestep 1000 sigma, times the scale in the network's configuration."""
+        """Predict velocities at the timestep 1000 sigma, multiplied by the configured `timestep_scale`."""
         velocity = network(
             latents.to(network.dtype),
             encoder_hidden_states=condition["encoder_hidden_states"].to(network.dtype),

@@ -18,7 +18,7 @@ Detections = Mapping[str, Sequence[Mapping[str, Any]]]
 Clauses = Sequence[Mapping[str, Any]]
 
 CONFIDENCE, COUNTING_CONFIDENCE = 0.3, 0.9
-MAX_OBJECTS = 16  # per class
+MAX_OBJECTS = 16  # number of objects per class that count
 MARGIN = 0.1  # fraction of the sizes of two boxes that is subtracted from the distance of centres
 DIRECTION = 0.5  # fraction of the distance of two centres that an axis must exceed to count
 
@@ -39,7 +39,7 @@ class Geneval:
             with exact numbers. `official`: 1 if an image is correct in the benchmark, where more objects are
             allowed, except in counting prompts.
         clamp: Score a count above twice the wanted number as 0, not as a negative value (our reading).
-        frames: Frames of a video to score, evenly from the first to the last; the reward is their mean.
+        frames: Number of evenly spaced frames of a video to score; the reward is the mean over them.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ def evaluate_clauses(detections: Detections, clauses: Clauses, *, exact: bool) -
     reward's source code, a wrong position adds both a 0 and a 1, so it earns half.
     """
     values: list[float] = []
-    groups: list[Sequence | None] = []  # the objects of every clause that is right
+    groups: list[Sequence | None] = []  # the objects of every clause; None if the clause is wrong
     for clause in clauses:
         wanted = clause["count"]
         objects = detections.get(clause["class"], [])

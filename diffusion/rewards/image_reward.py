@@ -18,7 +18,7 @@ from mmrl.diffusion.image_io import to_pil
 from mmrl.rewards.frames import mean_over_frames
 from mmrl.runtime.modules import model_source
 
-MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the published head's output
+MEAN, STD = 0.16717362830052426, 1.0333394966054072  # mean and deviation of the published head's output
 MAX_TOKENS = 35  # tokens of the prompt that are read
 HEAD_SIZE = 64  # size of an attention head in every BLIP, in both encoders
 MEAN_COLOUR, STD_COLOUR = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -35,9 +35,9 @@ class ImageReward:
         weights: `ImageReward.pt`: a file, or `owner/name:file` of the hub. Its names are mapped onto the BLIP
             of transformers; a file with other names is refused.
         tokenizer: Folder or hub id of the tokenizer.
-        frames: Frames of a video to score, evenly from the first to the last; the reward is their mean.
-        batch_size: Images or prompts in the model at once.
-        device: Device of the model; `auto` takes the GPU if there is one.
+        frames: Number of evenly spaced frames of a video to score; the reward is the mean over them.
+        batch_size: Number of images or prompts per forward pass.
+        device: Device of the model; `auto` is the GPU if there is one, else the CPU.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ImageReward:
 
 
 class BlipScorer(nn.Module):
-    """BLIP's two encoders and the head, sized by the published weights."""
+    """BLIP's two encoders and the head; the published weights determine their sizes."""
 
     def __init__(self, published: Mapping[str, Tensor]) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ def jpeg_compressibility(
 
     Args:
         form: `incompressible`: the size. `compressible`: minus the size divided by 500.
-        frames: Frames of a video to compress, evenly from the first to the last; the reward is their mean.
+        frames: Number of evenly spaced frames of a video to compress; the reward is the mean over them.
     """
 
     def score(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float]:

@@ -41,8 +41,8 @@ class VideoAlign(Scored):
         axis: `VQ`, `MQ` or `TA`, or `Overall`, their sum.
         fps: Frames per second that the model sees; null is the published rate, 2.
         dtype: Precision of model and head; released in bfloat16.
-        batch_size: Videos in the model at once.
-        device: Device of the model; `auto` takes the GPU if there is one.
+        batch_size: Number of videos per forward pass.
+        device: Device of the model; `auto` is the GPU if there is one, else the CPU.
     """
 
     def __init__(

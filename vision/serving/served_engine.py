@@ -131,7 +131,7 @@ class ServedEngine:
         return {**limits, "parallel": self.parallel}
 
     def part_size(self) -> bool | int:
-        """Return the tokens per part of an answer. True: from `max_staleness`. False: a single part."""
+        """Return the largest part of an answer in tokens. True: set by `max_staleness`; False: no limit."""
         return False
 
     def take_metrics(self) -> dict[str, float]:
@@ -192,7 +192,7 @@ class ServedEngine:
         groups = [self._first(prompts[where[0]], where, weights.version) for where in places.values()]
         with self.asking.collecting():
             self.ahead.begin(prompts, groups, weights)
-            self.compare_groups(groups, weights.version)  # before the policy is updated
+            self.compare_groups(groups, weights.version)  # while the policy has the same weights
 
     def converse(self) -> ServedTurns:
         """Load the current weights, and return the sampler for a batch of conversations."""
