@@ -42,14 +42,14 @@ T = TypeVar("T")
 def tokens(config: Config, policy: TokenPolicy, prompts: Sequence[Prompt]) -> Mapping[str, float]:
     """Estimate the bytes for generation, for the step table, and for one micro-batch of training.
 
-    Generation (unquantised cache) is included only if `vision.generate` samples in this process, or
-    `vision.generate_images` with the second row of guidance, and the VQ decoder. Activations and logits are
-    measured on a few short rows and extrapolated. They grow linearly with the token count, because fused
-    attention kernels store no scores; only the mask of packed rows grows quadratically. All answers get the
-    maximal length, and all prompts the length of the longest prompt in `prompts`.
+    Generation is included if `vision.generate` or `vision.generate_images` samples in this process. It has an
+    unquantised cache; images add the rows of guidance and the VQ decoder. Activations and logits are measured
+    on a few short rows and extrapolated. They grow linearly with the token count, because fused attention
+    kernels store no scores; only the mask of packed rows grows quadratically. All answers get the maximal
+    length, and all prompts the length of the longest prompt in `prompts`.
     """
     engine, module = config.rollout.engine[0], getattr(policy, "module", None)
-    if not prompts or not isinstance(module, step_model.StepModel):  # no token model
+    if not prompts or not isinstance(module, step_model.StepModel):  # not a token policy
         return {}
     defaults = {name: p.default for name, p in find("engine", engine.name).options.items()}
     options = defaults | dict(engine.options)

@@ -44,7 +44,7 @@ NAMES: dict[str, Toolkit] = {
     # LLaMA-Factory reads rows of LLaVA and ShareGPT directly.
     **dict.fromkeys(("llamafactory", "hiyougallamafactory", "llava", "sharegpt"), "llama_factory"),
 }
-# Per toolkit: columns with messages; columns with question and answer, for rows without messages.
+# Maps a toolkit to its columns of messages, and to its columns of question and answer in other rows.
 CONVERSATIONS = {
     "verl": (("prompt",), (), ""),
     "ms_swift": (("messages",), ("query",), "response"),

@@ -96,7 +96,7 @@ def benchmark_rows(path: Path, name: Benchmark) -> Iterator[DataRow]:
 
 
 def mmmu(columns: Columns, row: DataRow, place: int) -> Item:
-    """Parse a row of MMMU (arXiv 2311.16502): `options` and several answers are Python lists in texts."""
+    """Parse a row of MMMU (arXiv 2311.16502): `options` and several answers are Python lists as text."""
     uid, kind = text(columns.get("id"), "id"), text(columns.get("question_type"), "question_type")
     choices = _texts(columns.get("options"), "options") if kind == "multiple-choice" else ()
     answers = () if columns.get("answer") in (None, "", "?") else _texts(columns["answer"], "answer")
@@ -188,7 +188,7 @@ def video_mme(columns: Columns, row: DataRow, place: int) -> Item:
 
 
 def mvbench(columns: Columns, row: DataRow, place: int) -> Item:
-    """Parse a row of MVBench (arXiv 2311.17005); the file name is the task, which has a video folder."""
+    """Parse a row of MVBench (arXiv 2311.17005); the file name is the task, each with a video folder."""
     if row.split not in FOLDER_OF:
         raise RowError(f"'{row.split}' is no task of MVBench; its files are named {', '.join(FOLDER_OF)}")
     choices, answer = _texts(columns.get("candidates"), "candidates"), text(columns.get("answer"), "answer")

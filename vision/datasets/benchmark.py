@@ -100,15 +100,15 @@ def benchmark(
 
 @dataclass
 class _Shown:
-    """Finds media and subtitles of rows; with `scored` (recorded answers), files need not exist."""
+    """Finds the media and subtitles of rows. If recorded answers are `scored`, files need not exist."""
 
     media: MediaRoot
     sampling: FrameSampling
     folder: Path | None
     extension: str
     scored: bool
-    images: dict[str, Media] = field(default_factory=dict)  # by id of the row
-    missing: set[str] = field(default_factory=set)  # videos without subtitles
+    images: dict[str, Media] = field(default_factory=dict)  # maps the id of a row to its image
+    missing: set[str] = field(default_factory=set)  # names of videos without subtitles
 
     def placed(self, item: Item, text: str, place: str) -> tuple[str, list[Media]]:
         """Return the text of a prompt with placeholders for its media, and the media in the same order."""

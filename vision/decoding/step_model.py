@@ -136,7 +136,7 @@ class StepModel(nn.Module):
         elif self.checkpointed:
             hidden = read_packed(core, steps)
         else:
-            with onednn(core):  # checkpointing would recompute outside of it
+            with onednn(core):  # not with checkpointing, which recomputes layers outside of this context
                 if steps.packing:
                     hidden = read_packed(core, steps)
                 else:

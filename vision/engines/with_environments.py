@@ -23,7 +23,7 @@ from mmrl.vision.tools.replies import Answer, Limits, ToolFault, content_of
 
 @dataclass(eq=False)
 class Played(Conversation):
-    """A conversation with an environment.
+    """State of a conversation with an environment.
 
     `reward` is the result of `get_reward`, a number or None; it is NaN before a successful call.
     """

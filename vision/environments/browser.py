@@ -45,8 +45,8 @@ class Browser:
         tasks: The tasks to draw from, in rows without a `task`.
         size: Width and height of the page in pixels. A multiple of the model's image token (28 pixels for
             Qwen2.5-VL), within its number of pixels, is shown to the model as it is.
-        cells: Columns and rows of the grid on which the choices of `click_button`, `click_color` and
-            `click_shape` lie.
+        cells: Number of columns and rows of the grid on which the choices of `click_button`, `click_color`
+            and `click_shape` lie.
         coordinate_range: Range of coordinates, such as 1000 for Qwen3-VL; 0: pixels of the screenshot, as
             Qwen2.5-VL writes them.
         executable: Path or name of Chromium; by default the first that is on PATH of

@@ -160,5 +160,5 @@ def number_of(player: str) -> int:
 
 
 def turned(state: Delegated, worth: float | None, **changes: Any) -> Delegated:
-    """Return the state after one more turn with the reward `worth`, and with `changes`."""
+    """Return the state after one more turn, which has the reward `worth`; `changes` are other new fields."""
     return replace(state, worth=(*state.worth, worth), **changes)

@@ -41,8 +41,8 @@ class Ends:
     """The tokens that end an answer."""
 
     tokens: list[int]  # end tokens: from the template first, the EOS token last
-    before: list[int] = field(default_factory=list)  # template tokens between answer and end token
-    closes: bool = False  # whether the last turn is ended, too (not by GLM)
+    before: list[int] = field(default_factory=list)  # control tokens that the template writes after an answer
+    closes: bool = False  # whether the template also ends the last turn (GLM's does not)
 
 
 class ChatTemplate:

@@ -1,4 +1,4 @@
-"""Model inputs without the prompt encoder: from `processor.apply_chat_template`, and of dummy media."""
+"""Model inputs made by `processor.apply_chat_template`, without the prompt encoder; inputs of dummy media."""
 
 from __future__ import annotations
 
