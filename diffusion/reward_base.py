@@ -19,7 +19,7 @@ from mmrl.core.types import Outcome, Prompt
 from mmrl.runtime.modules import model_source
 from mmrl.runtime.weights import load_whole
 
-# Shared models, held weakly: freed with the last reward that uses them.
+# Weak references to shared models, which are freed with the last reward that uses them.
 _LOADED: WeakValueDictionary[tuple[str, ...], nn.Module] = WeakValueDictionary()
 
 

@@ -212,7 +212,7 @@ def bar_chart(path: CreditedTrajectory, side: int) -> str:
         if turn:
             frame = f"fill='none' stroke='{TURN_COLOUR}' stroke-width='2' stroke-dasharray='4 2'"
             parts.append(bar(i, credit, frame, 12))
-            # On a separate line, since the two numbers side by side are wider than a step.
+            # Put the credit on a separate line, because two numbers side by side are wider than a step.
             parts.append(label(i, HEIGHT + LINE, credit, "→ ", f"font-weight='700' fill='{TURN_COLOUR}'"))
     # Bars stand between the images above them, so the chart is narrower by one image.
     placement = f"width:{100 * count / (count + 1):.2f}%;margin-left:{50 / (count + 1):.2f}%"

@@ -30,7 +30,7 @@ class Sana(PipelineFamily):
     def _check(self, pipe: Any, prefix: str, text: str, max_sequence_length: int) -> None:
         # The first and the last token of the instruction count towards the text length.
         room = len(pipe.tokenizer.encode(prefix)) - 2 if prefix else 0
-        # Text clean-up as in the pipeline.
+        # Clean the text as the pipeline does.
         check_fits(pipe.tokenizer, prefix + text.lower().strip(), max_sequence_length + room)
 
     def encode(

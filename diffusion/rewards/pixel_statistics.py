@@ -89,7 +89,7 @@ def pairwise_diversity(
         if len(members) < 2:
             continue
         small = torch.stack([adaptive_avg_pool2d(images[i].double() / 255, size).flatten() for i in members])
-        # Not by matrix product, whose rounding would give identical images a distance.
+        # Do not use a matrix product, whose rounding would give identical images a distance above 0.
         gaps = torch.cdist(small, small, compute_mode="donot_use_mm_for_euclid_dist") / small.shape[1] ** 0.5
         for row, i in enumerate(members):
             values[i] = float(gaps[row].sum() / (len(members) - 1))

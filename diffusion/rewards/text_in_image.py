@@ -185,7 +185,7 @@ def rapid_ocr() -> Recogniser:
         ) from error
 
     def recognise(image: Tensor) -> list[tuple[str, float]]:
-        # rapidocr takes BGR, channels last
+        # rapidocr takes BGR images with channels last.
         result = engine(image.flip(0).permute(1, 2, 0).contiguous().cpu().numpy())
         return list(zip(result.txts or (), result.scores or (), strict=True))
 

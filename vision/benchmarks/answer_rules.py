@@ -48,7 +48,7 @@ class Question:
 # ---- MMMU (arXiv 2311.16502)
 
 CLUES = ("could be ", "so ", "is ", "thus ", "therefore ", "final ", "answer ", "result ")
-# Equivalent to the published patterns for texts in lower case, but not quadratic on long digit strings.
+# Match as the published patterns do in texts in lower case, without quadratic time on long digit strings.
 NUMBERS = [
     re.compile(pattern)
     for pattern in (

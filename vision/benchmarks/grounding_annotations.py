@@ -76,7 +76,7 @@ class Annotations:
     def __init__(
         self, path: Path, form: Form = "jsonl", durations: str = "", extension: str = ".mp4"
     ) -> None:
-        # These formats have file names; the others have video ids.
+        # Rows of these formats contain file names; rows of the other formats contain video ids.
         named = form in ("jsonl", "tvgbench")
         self.path, self.form, self.extension = path, form, "" if named else extension
         self.lengths: dict[str, float] = {}

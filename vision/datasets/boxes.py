@@ -129,7 +129,7 @@ def _prompt(
 ) -> Prompt:
     """Make the prompt of a row from its columns, image and target boxes; `words` are more template fields."""
     words = {**row.others, **fields, **words}
-    # In conversations, the question is already the whole prompt: no template.
+    # The question of `conversations` is already the whole prompt, so apply no template.
     asked = fields.get("conversations") is not None
     question = words["query"] if asked else fill_template(template, words)
     messages = (Message("user", interleaved(question, [shown])),)

@@ -30,7 +30,7 @@ EXPORTED = ("conversations", "chosen_answer", "rejected_answer")  # copy of the 
 REJECTED = ("rejected_response", "rejected_messages")  # columns of ms-swift
 OURS = (*ASKED, "messages")
 TRUTHS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
-# Per toolkit: its columns of a question and an answer besides OURS.
+# Maps a toolkit to its columns of question and answer that OURS does not contain.
 THEIRS = {
     "llama_factory": ("conversations", "instruction", "input", "output", "history"),
     "ms_swift": ("query", "response", "history", *REJECTED),

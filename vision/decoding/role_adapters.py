@@ -126,7 +126,7 @@ class RoleAdapters(TrainedPart):
                 at = rows.to(value.device)[:, None], torch.arange(value.shape[1], device=value.device)[None]
                 joined[name] = whole.index_put(at, value)
         if torch.is_grad_enabled():
-            # Add 0 times all adapters: processes need gradients of all, also for roles without rows here.
+            # Add 0 times every adapter: every process needs gradients of all, even of roles without rows.
             absent = [w for name in self.names for w in self.weights[name]]
             joined["logp"] = joined["logp"] + 0.0 * sum(weight.sum() for weight in absent)
         return joined

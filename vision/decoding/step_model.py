@@ -127,7 +127,7 @@ class StepModel(nn.Module):
         core = self.model.base_model
         if steps.tree and not self.reads_trees:
             steps = replace(steps, tree=None)
-        # Not without gradients: such passes need little memory, and their number differs between processes.
+        # Divide rows only in passes with gradients: the number of other passes differs between processes.
         if self.together and torch.is_grad_enabled():
             with self.together.active():
                 hidden = read_whole(core, steps)

@@ -95,7 +95,7 @@ class ForcedPrefixReader:
         self.logits = torch.empty(0)  # logits of the latest step, before masking
 
     def read(self, token: Tensor | None) -> Tensor:
-        """Append one token to every row; return logits that allow only the row's next forced token, if any."""
+        """Append one token to every row; return logits that allow only its next forced token, if any."""
         self.logits = logits = self.reader.read(token)
         if self.length < self.forced.shape[1]:
             wanted = self.forced[:, self.length, None]

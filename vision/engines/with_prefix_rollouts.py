@@ -159,7 +159,7 @@ class WithPrefixRollouts:
         """Return the lengths of an answer's prefixes in tokens, in rising order."""
         ids = row.steps.ids
         if self.cut == "low_probability":
-            # SPO: an unlikely token begins the next segment.
+            # As in SPO, an unlikely token begins the next segment.
             cuts = (row.notes["logp"].exp() < self.threshold).nonzero()[:: self.interval, 0].tolist()
         else:
             each = self._after_separators(ids) if self.cut == "separator" else list(range(1, len(ids)))

@@ -175,7 +175,7 @@ class WithTools:
         """Sample one turn of every conversation; end conversations whose turn has no tool call."""
         requests = []
         for talk in talks:
-            # Key random numbers by turn; the first turn has those of `vision.generate`.
+            # Key random numbers by the turn; the first turn has the same numbers as `vision.generate`.
             key = ("turn", turn) if turn else ()
             generator = self.stream.generator(talk.prompt.uid, talk.index, *key)
             left = self.max_completion_length - talk.length, self.context - len(talk.read.ids)
@@ -202,7 +202,7 @@ class WithTools:
             for talk in talks:
                 talk.finish = "turns"
             return
-        # Start the calls not started yet: an engine may ignore `on_stop`.
+        # Start the calls that are not running yet, because an engine may ignore `on_stop`.
         begun = [talk.collect or self._begin_calls(talk, talk.outcomes[-1].text or "") for talk in talks]
         answered = [collect() for collect in begun]
         for talk, replies in zip(talks, answered, strict=True):

@@ -132,7 +132,7 @@ def random_crop(frames: Frames, generator: torch.Generator, scale: tuple[float, 
     """
     height, width = frames.pixels.shape[-2:]
 
-    # Not torchvision's crop, which uses the global random generator.
+    # Do not use torchvision's crop, which uses the global random generator.
     def between(low: float, high: float) -> float:
         return low + (high - low) * float(torch.rand((), generator=generator, dtype=torch.float64))
 

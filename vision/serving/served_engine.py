@@ -188,7 +188,7 @@ class ServedEngine:
         for place, prompt in enumerate(prompts):
             places.setdefault(prompt.uid, []).append(place)
         weights = self._written()
-        # Outside of `collecting`: an unreadable prompt must not cancel other requests.
+        # Encode outside of `collecting`, because an unreadable prompt must not cancel other requests.
         groups = [self._first(prompts[where[0]], where, weights.version) for where in places.values()]
         with self.asking.collecting():
             self.ahead.begin(prompts, groups, weights)

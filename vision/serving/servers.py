@@ -127,8 +127,8 @@ class Servers:
         began = time.monotonic()
         self.since, self.weights = self.since or began, weights
         with ThreadPoolExecutor(len(self.servers)) as pool, (self.folder / ASKING).open("a") as asking:
-            # Do not change weights while any process has pending requests with others. Take the lock ASKING
-            # first: a pending request may need the other one, to load weights into a restarted server.
+            # Do not change weights while requests for other weights are pending in any process. Take the lock
+            # ASKING first: a pending request may need LOCK, to load weights into a restarted server.
             while {*pool.map(lambda server: server.version(), self.servers)} - {None, weights.version}:
                 try:
                     flock(asking, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -179,7 +179,7 @@ class Servers:
             self.outstanding += len(requests)
         for future, uid, request in requests:
             future.add_done_callback(self._answered)
-            # Daemon threads, not a ThreadPoolExecutor, whose threads would delay Python's exit.
+            # Use daemon threads, because the threads of a ThreadPoolExecutor would delay Python's exit.
             work = threading.Thread(target=self._work, args=(future, uid, request, given_up), daemon=True)
             work.start()
 

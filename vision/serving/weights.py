@@ -89,7 +89,7 @@ class WeightsWriter:
 
 def save(model: Any, folder: Path) -> None:
     """Write a model with unsharded weights, from any process."""
-    # The process that saves need not be the first one, but by default transformers saves on the first alone.
+    # Any process may save, but by default transformers saves only in the process with rank 0.
     model.should_save_on_this_rank = lambda is_main_process: True
     try:
         model.save_pretrained(str(folder), state_dict=state_of(model))

@@ -77,7 +77,7 @@ def _check_reply(encoder: PromptEncoder, tools: Tools) -> None:
     else:
         try:
             after_call, after_words = encoder.template.after_calls(tools)
-            # Sampled calls are plain text, so replies must render alike after an answer without a call.
+            # A sampled call is plain text for the template, so replies must render alike after plain answers.
             words = (
                 "" if after_call.endswith(after_words) else "other words than after an answer without calls"
             )

@@ -73,7 +73,7 @@ class Pool:
         while self.waiting and len(self.running) < self.most:
             self.running.append(chain := self.waiting.popleft())
             chain.begin()
-            # Daemon threads: a tool that hangs must not keep the process alive after its timeout.
+            # Use daemon threads, because a tool that hangs must not keep the process alive after its timeout.
             threading.Thread(target=self._work, args=(chain,), daemon=True).start()
 
     def _work(self, chain: Chain) -> None:
