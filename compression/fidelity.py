@@ -51,7 +51,7 @@ def inputs_of(encoder: Any, prompts: Iterable[Prompt], device: torch.device) -> 
 def cache_bytes(cache: Any) -> int:
     """Return the bytes of keys and values in a dense cache or in a pruned model's cache."""
     tensors = (x for layer in cache.layers for x in (layer.keys, layer.values))
-    return sum(x.nbytes for x in tensors if x is not None)  # None in layers without stored tokens
+    return sum(x.nbytes for x in tensors if x is not None)  # layers without stored tokens have None
 
 
 @torch.no_grad()

@@ -108,7 +108,7 @@ def continue_lora(network: nn.Module, folder: Path, rank: int, alpha: float | No
 
 def _put(network: nn.Module, config: Any) -> None:
     network.requires_grad_(False)
-    vars(network).pop(BASE, None)  # hash of the base weights of an earlier adapter
+    vars(network).pop(BASE, None)  # drop the hash that an earlier adapter stored
     network.add_adapter(config)
     keep_training_precision(network, now=True)  # before saved float32 weights are loaded
 

@@ -88,7 +88,7 @@ def parts(policy: FlowPolicy, requests: Sequence[Request]) -> dict[str, float]:
         sizes[stay] += vae
     else:
         sizes["decoding/autoencoder"] = vae
-        sizes["encoding/autoencoder"] = vae * bool(policy.family.images[1])  # source images
+        sizes["encoding/autoencoder"] = vae * bool(policy.family.images[1])  # encodes source images
     return sizes
 
 

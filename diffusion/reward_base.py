@@ -77,7 +77,7 @@ def explained(
     try:
         yield
     except errors as error:
-        reason = " ".join(str(error).split())[:500]  # torch lists every missing name
+        reason = " ".join(str(error).split())[:500]  # cut, because torch lists every missing name
         raise ValueError(f"{problem}: {reason}" + (f". {cure}" if cure else "")) from error
 
 

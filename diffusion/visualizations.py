@@ -18,8 +18,8 @@ from mmrl.core.types import Outcome, Prompt
 from mmrl.diffusion.image_io import to_pil
 from mmrl.reporting.thumbnails import data_uri
 
-WIDTH, HEIGHT = 60, 130  # size of one step in the turning-point chart, SVG units; labels below
-LINE = 12  # height of a label line, SVG units
+WIDTH, HEIGHT = 60, 130  # size of a step in the turning-point chart without labels, in SVG units
+LINE = 12  # height of a line of labels, in SVG units
 GAIN_COLOUR, LOSS_COLOUR, TURN_COLOUR, TEXT_COLOUR = "#0f6fbf", "#d9622b", "#1d2733", "#566575"
 
 

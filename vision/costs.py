@@ -65,7 +65,7 @@ def held_bytes(thing: Any) -> int:
             case list() | tuple() | set() | frozenset():
                 left += value
             case type() | FunctionType() | MethodType() | nn.Module():
-                pass  # no state: code or weights
+                pass  # code and weights are not part of a cache
             case object(__dict__=attributes):
                 left += attributes.values()
     return sum(storages.values())

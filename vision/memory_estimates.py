@@ -214,8 +214,8 @@ def _learning(
     activations = prompts * states(asked.prompt, rows * longest // prompts) + _cast_bytes(policy)
     activations += states(asked.negative, rows * second) if asked.negative else 0.0
     logits = _logits_bytes(policy, module, extra, rows * longest, guided=second > 0)
-    head = policy.model.get_output_embeddings().parameters()  # Janus has two
-    logits += sum(p.nbytes for p in head if p.requires_grad)  # new gradients, before accumulation
+    head = policy.model.get_output_embeddings().parameters()  # Janus has two heads
+    logits += sum(p.nbytes for p in head if p.requires_grad)  # new gradients, before they are accumulated
     gradients = float(sum(p.nbytes for p in module.parameters() if p.requires_grad))
     if micros == 1:
         # The backward pass allocates gradients while it frees activations: count only the larger amount.

@@ -27,7 +27,7 @@ class TextImageSimilarity:
     model: nn.Module
     batch_size: int
     frames: int  # number of frames of a video to score
-    max_tokens: int  # limit of the text encoder
+    max_tokens: int  # maximum number of tokens that the text encoder reads
     factor: float = 1.0
     count_tokens: Callable[[str], int]  # counts tokens of the full text, with special tokens
     embed_images: Callable[[Sequence[Tensor]], Tensor]  # maps B images to (B, D)

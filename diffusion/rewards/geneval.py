@@ -150,12 +150,12 @@ def relative_position(box: Sequence[float], other: Sequence[float]) -> set[str]:
     divided by its original length. An axis counts if the result is above a half.
     """
     offset, shortened = [], []
-    for low, high in ((0, 2), (1, 3)):  # left and right, top and bottom
+    for low, high in ((0, 2), (1, 3)):  # indices of left and right, then of top and bottom
         gap = (box[low] + box[high] - other[low] - other[high]) / 2  # between the centres
         margin = MARGIN * (abs(box[high] - box[low]) + abs(other[high] - other[low]))
         offset.append(gap)
         shortened.append(max(abs(gap) - margin, 0.0) * (1 if gap > 0 else -1))
-    if max(map(abs, shortened)) < 1e-3:  # pixels
+    if max(map(abs, shortened)) < 1e-3:  # at most 0.001 pixels remain
         return set()
     x, y = (shift / (offset[0] ** 2 + offset[1] ** 2) ** 0.5 for shift in shortened)
     relations = {

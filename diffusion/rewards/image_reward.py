@@ -106,7 +106,7 @@ class BlipScorer(nn.Module):
         state = rename(published)
         with base.explained("image_reward: these are not the weights of ImageReward.pt", errors=(KeyError,)):
             patches = state["vision.embeddings.patch_embedding.weight"]  # (width, 3, patch, patch)
-            num_patches = state["vision.embeddings.position_embedding"].shape[1] - 1  # minus class token
+            num_patches = state["vision.embeddings.position_embedding"].shape[1] - 1  # without class token
             self.vocabulary, text_width = state["text.embeddings.word_embeddings.weight"].shape
             max_length = len(state["text.embeddings.position_embeddings.weight"])
             vision_mlp = len(state["vision.encoder.layers.0.mlp.fc1.weight"])

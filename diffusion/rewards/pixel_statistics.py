@@ -81,7 +81,7 @@ def pairwise_diversity(
         even_frames(frames_of(prompt, outcome), frames)
         for prompt, outcome in zip(prompts, outcomes, strict=True)
     ]
-    groups: dict[tuple, list[int]] = {}  # indices by prompt, step and number of frames
+    groups: dict[tuple, list[int]] = {}  # maps (prompt, step, number of frames) to indices
     for i, (prompt, outcome) in enumerate(zip(prompts, outcomes, strict=True)):
         groups.setdefault((prompt.uid, outcome.end, len(images[i])), []).append(i)
     values: list[float | None] = [None] * len(outcomes)

@@ -22,7 +22,7 @@ from mmrl.runtime.modules import DTYPES
 AXES = ("VQ", "MQ", "TA")  # visual quality, motion quality, text alignment
 TOKENS = tuple(f"<|{axis}_reward|>" for axis in AXES)
 MIN_PIXELS = 128 * 28 * 28  # per frame; the maximum is in the published configuration
-FEWEST, MOST = 4, 768  # limits of the number of frames
+FEWEST, MOST = 4, 768  # minimum and maximum number of frames
 
 
 @reward(inputs=RewardInputs(frozenset({"video"}), min_frames=2))

@@ -16,7 +16,7 @@ from typing import Literal
 from mmrl.core.edit_distance import levenshtein
 
 Benchmark = Literal["mmmu", "mathvista", "mmbench", "ocrbench", "chartqa", "video_mme", "mvbench"]
-Verdict = tuple[bool, bool]  # right, parsed
+Verdict = tuple[bool, bool]  # (whether the answer is right, whether the rule found an answer)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from mmrl.vision.media.prompts import answer_of
 
 Columns = Mapping[str, Any]
 ROTATION = 1_000_000  # offset of MMBench's `index` between rotations of a question
-IMAGES = range(1, 8)  # numbers of MMMU's columns of images
+IMAGES = range(1, 8)  # MMMU's image columns are numbered from 1 to 7
 # Folders in MVBench's video archives, with the tasks that use them.
 FOLDERS = {
     "star/Charades_v1_480": "action_sequence action_prediction object_interaction",

@@ -73,7 +73,7 @@ class Taught:
                 continue
             mine = {name: column[rows] for name, column in self.columns.items()}
             if teacher.head is not None:
-                states = mine["hidden"][:, : teacher.head.weight.shape[1]]  # drop the padding of the width
+                states = mine["hidden"][:, : teacher.head.weight.shape[1]]  # drop the states' padding
                 value = over_vocabulary(teacher, logits[rows], read(teacher.head, states, rows))
             else:
                 value = over_support(teacher, logits[rows], ids[rows], forbidden, mine)

@@ -73,7 +73,7 @@ def check_guidance(model: str, scale: float, negative_prompt: str) -> None:
         if negative_prompt:
             raise ConfigError("`negative_prompt` is read by guidance only; set `guidance_scale` above 1")
         return
-    config = loading.load_encoder(model).core.config  # without weights
+    config = loading.load_encoder(model).core.config  # loads no weights
     if family_of(config).images is None:
         raise ConfigError(
             f"`guidance_scale` is {scale:g}, but a model of type '{config.model_type}' writes no images; "

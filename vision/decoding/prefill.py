@@ -43,7 +43,7 @@ class Prefix:
     reading: Callable[[Any], AbstractContextManager]  # maps a config to the context of forward passes
     length: int = 0  # tokens read since the prefill
     state: Tensor | None = None  # (P, width) hidden state of the last token if it is cached
-    _angles: list[Angles] = field(default_factory=list, init=False)  # per step, from step `_since` on
+    _angles: list[Angles] = field(default_factory=list, init=False)  # of the steps from `_since` on
     _since: int = field(default=0, init=False)
 
     @property

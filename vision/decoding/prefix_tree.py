@@ -221,7 +221,7 @@ def media_of(core: nn.Module, ids: Tensor, media: Mapping[str, Tensor], before: 
         return []
     family, located, used = family_of(core.config), [], Counter()
     parts = family.split(media) if family.split else []
-    if media.keys() != {name for part in parts for name in part}:  # unsplittable tensors: one medium
+    if media.keys() != {name for part in parts for name in part}:  # unsplittable tensors are one medium
         places = torch.isin(ids, ids.new_tensor(placeholder_ids(core.config))).nonzero()[:, 0].tolist()
         first, last = (places[0], places[-1]) if places else (0, len(ids) - 1)
         return [Medium(media, before + first, before + last + 1)]
@@ -257,7 +257,7 @@ class _MediaContents:
     """Assigns a number to every medium; media with equal tensors get the same number."""
 
     def __init__(self) -> None:
-        self.seen: dict[int, int] = {}  # maps `id(tensors)` to the number
+        self.seen: dict[int, int] = {}  # maps `id(tensors)` to the medium's number
         self.alike: dict[tuple, list[tuple[int, Mapping[str, Tensor]]]] = {}
         self.count = 0
 

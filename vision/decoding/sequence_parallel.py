@@ -35,7 +35,7 @@ class SequenceParallel:
     def __init__(self, core: nn.Module, size: int) -> None:
         self.trunk = cast(Any, getattr(core, "language_model", core))
         self.size, self.rank, self.group = size, 0, None
-        install(core.config)  # attention that calls `attend`
+        install(core.config)  # registers an attention function that calls `attend`
 
     def join(self) -> None:
         """Create the process groups in the first forward pass; every process must call this method."""
@@ -67,7 +67,7 @@ class SequenceParallel:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> tuple[Tensor, None]:
         """Compute causal attention over all tokens from slices (rows, heads, tokens / size, channels)."""
-        if key.shape[1] % self.size:  # heads cannot be divided: repeat them
+        if key.shape[1] % self.size:  # repeat heads that cannot be divided among processes
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         # Rows are padded on the right, so no token attends to padding.
         query, key, value = (self._swap(x, split=1, join=2) for x in (query, key, value))

@@ -84,7 +84,7 @@ def find_decoder(core: nn.Module) -> nn.Module | None:
     if any(map(_is_changed, (core, *text.modules()))) or type(text.embed_tokens) is not nn.Embedding:
         return None
     if not _path(core).startswith("transformers."):
-        return None  # unknown classes may differ
+        return None  # unknown classes may compute something else
     plain = all(
         type(layer.self_attn).__name__ == f"{name}Attention"
         and {type(layer.input_layernorm).__name__, type(layer.post_attention_layernorm).__name__}

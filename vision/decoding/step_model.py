@@ -70,7 +70,7 @@ class StepModel(nn.Module):
     ) -> None:
         super().__init__()
         self.together, self.images = together, images
-        self.read = part.read if part else None  # not `part`, which is already a submodule
+        self.read = part.read if part else None  # only the method: `part` is already a submodule
         self.model, self.forbidden, self.compute = model, forbidden, compute
         self.checkpointed, self.share, self.blank, self.inner = checkpointed, share, blank or {}, inner
 

@@ -100,7 +100,7 @@ class ContrastiveDecoding:
     def ratio(self, uid: str, index: int) -> float:
         """Draw the hallucination ratio h of answer `index`, at least `gap` above the one before it."""
         turn, place = divmod(index, len(self.contrast_alpha))
-        generator = self.stream.generator("contrast_alpha", uid, turn)  # independent of other cycles
+        generator = self.stream.generator("contrast_alpha", uid, turn)  # one generator per cycle of ratios
         last = -math.inf
         for mean, std in list(zip(self.contrast_alpha, self.contrast_alpha_std, strict=True))[: place + 1]:
             low, high = (0.0, 1.0) if mean >= 0 else (-math.inf, 0.0)
@@ -133,7 +133,7 @@ class ContrastiveDecoding:
 
     def _corrupted(self, row: GenerationRequest) -> EncodedPrompt:
         """Encode the prompt of q: without media, with noised media, or with cropped media."""
-        generator = self.stream.generator("distortion", row.prompt.uid)  # the same for all answers
+        generator = self.stream.generator("distortion", row.prompt.uid)  # same noise for all answers
         encode = self.policy.prompt_encoder.encode
         if self.against == "blind":
             return encode(without_media(row.prompt))

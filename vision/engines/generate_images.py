@@ -71,7 +71,7 @@ class GenerateImages:
     min_p: ShareBelowOne = 0.0
     batch_size: NonNegativeInt = 0
     notes: ClassVar[frozenset[str]] = frozenset({"logp", "entropy", "token", "temperature"})
-    makes: ClassVar[str] = "images"  # kind of outcomes; commands read it
+    makes: ClassVar[str] = "images"  # kind of outcomes, for commands that write them
 
     def __post_init__(self) -> None:
         self.writer = self.policy.images or ImageWriter(self.policy.prompt_encoder)

@@ -218,7 +218,7 @@ class WithPrefixRollouts:
             if probe.kind == "answer" or (probe.kind == "target" and self.num_probes):
                 continue
             likelihood = recorded.get(probe.end, {})
-            if probe.kind == "target":  # scored prefix, not completed
+            if probe.kind == "target":  # the prefix was scored, not completed
                 ids = grown.ids[: probe.end]
             else:
                 ids = grown.ids

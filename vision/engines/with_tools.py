@@ -263,7 +263,7 @@ class WithTools:
     def _score_targets(self, talks: Sequence[Conversation]) -> None:
         """Record with every turn the probability of the right answer after the turn's prompt."""
         encoder, nothing = self.policy.prompt_encoder, torch.zeros(0)
-        engine: Any = self.engine  # has `grow`
+        engine: Any = self.engine  # an engine with the method `grow`
         opener = tokenized(encoder, self.opener)
         places, branches = [], []
         for talk in talks:

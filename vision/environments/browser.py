@@ -106,7 +106,7 @@ class Browser:
         if step:
             try:
                 shot = self.chromium.run(self._act(*step))
-            except Exception as failure:  # not the model's fault: raised by `get_reward`
+            except Exception as failure:  # not the model's fault: `get_reward` raises it
                 self.failure = failure
                 raise
         self.over = shot is None

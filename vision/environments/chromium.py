@@ -126,7 +126,7 @@ class Chromium:
                 self.browser = await self.driver.chromium.launch(
                     executable_path=self.executable,
                     args=SWITCHES,
-                    chromium_sandbox=os.geteuid() != 0,  # unavailable to root
+                    chromium_sandbox=os.geteuid() != 0,  # root cannot use the sandbox
                 )
         return self.browser
 

@@ -45,8 +45,8 @@ class Delegated:
     name: str = ""  # name of the game, unique for its prompt
     part: str = PLAN  # kind of the next turn; empty at the end
     tasks: tuple[str, ...] = ()  # tasks of the current plan
-    replies: tuple[tuple[str, str], ...] = ()  # (task, reply) in order
-    rounds: int = 0  # rounds of sub-agents so far
+    replies: tuple[tuple[str, str], ...] = ()  # (task, reply) of sub-agents, in order
+    rounds: int = 0  # number of rounds in which sub-agents were asked so far
     planned: str = ""  # name of the turn that made the current plan
     worth: tuple[float | None, ...] = ()  # reward per turn: fraction of new tasks in a plan
 

@@ -138,7 +138,7 @@ def random_crop(frames: Frames, generator: torch.Generator, scale: tuple[float, 
 
     for _ in range(TRIES):
         area = height * width * between(scale[0], scale[1])
-        aspect = math.exp(between(math.log(3 / 4), math.log(4 / 3)))  # log-uniform
+        aspect = math.exp(between(math.log(3 / 4), math.log(4 / 3)))  # log-uniform distribution
         wide, tall = max(1, round(math.sqrt(area * aspect))), max(1, round(math.sqrt(area / aspect)))
         if wide <= width and tall <= height:
             top, left = int(between(0, height - tall + 1)), int(between(0, width - wide + 1))

@@ -101,7 +101,7 @@ def check_folders(model: str, adapter: str = "") -> nn.Module | None:
     with _source("model", model) as source:
         config, maker = read_config(source)
         if quantized_by(config):
-            return None  # quantisers need a device
+            return None  # quantisers cannot run on the meta device
         whole = load_whole(maker, source, config=config, device_map={"": "meta"}, trust_remote_code=False)
     if not adapter:
         return whole

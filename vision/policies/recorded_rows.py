@@ -50,7 +50,7 @@ def recorded_row(
     row = _whole(encoder, read, last) if learn == "all" else TokenRow.of_turns(turns)
     changed = {CHANGED: "yes"} if learn != "completion" and row.suffix else {}
     tags = {"finish": "stop", **outcome.tags, **changed}
-    own = tuple(messages[len(messages) - len(outcome.turns) :])  # only turns of the answer
+    own = tuple(messages[len(messages) - len(outcome.turns) :])  # without turns of the prompt
     answer = Outcome(text, end=len(row.ids), tags=tags, recorded=outcome.recorded, turns=own)
     whole = Trajectory(prompt, prompt.uid, (answer,), row, len(row.ids), {"token": row.ids}, on_policy=False)
     if not replies or learn != "completion":

@@ -98,7 +98,7 @@ class Tokens:
     """
 
     outputs: frozenset[str] = OF_LOGITS | OF_STATES | {"reversed_logp"}  # computed on demand
-    makes = "text"  # kind of outcomes; commands read it
+    makes = "text"  # kind of outcomes, for commands that write them
     load_model = staticmethod(loading.load_model)
 
     def __init__(
@@ -133,7 +133,7 @@ class Tokens:
         check_guidance(model, guidance_scale, negative_prompt)
         self.processor = loading.load_processor(model)
         check_packing(model, packing, attn_implementation, transform, sp_size)
-        ChatTemplate(self.processor, chat_template_kwargs).ends()  # raises before weights are loaded
+        ChatTemplate(self.processor, chat_template_kwargs).ends()  # raises an error before weights load
         self.model = self.load_model(model, dtype=dtype, attn_implementation=attn_implementation)
         self.model = apply_transforms(self.model, transform)
         pixels = pixel_limits({"min_pixels": min_pixels, "max_pixels": max_pixels})

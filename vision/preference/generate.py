@@ -120,7 +120,7 @@ def generate_pairs(
         pairs.append(pair)
     if not prompts:
         return pairs
-    twice = [prompt for prompt in prompts.values() for _ in range(2)]  # two per image
+    twice = [prompt for prompt in prompts.values() for _ in range(2)]  # two answers per image
     rows: dict[str, list[Trajectory]] = {uid: [] for uid in prompts}
     for row in engine.rollout(twice):
         rows[row.prompt.uid].append(row)
@@ -155,7 +155,7 @@ def _decoded(item: SourceItem, images: ImageSource, folder: Path) -> tuple[Score
             raise MediaError(item.fault)
         name, fault = item.ref.path or item.place, "missing"
         data = images.bytes_of(item.ref)
-        fault = "unreadable"  # for any error below
+        fault = "unreadable"  # the fault for any error below
         frames = decode_image(data, name)
     except MediaError as error:
         return ScoredPair(item.place, name, fault=fault, what=str(error)), None

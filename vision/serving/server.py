@@ -63,7 +63,7 @@ class Server:
         self.alive, self.pending, self.last_error = True, 0, ""
         self.loaded, self.joins = "", 0  # latest version loaded by this run; how often the server joined
         self.sums: tuple[str, str] = ("", "")  # version (or "base") and hash of its weights
-        self.busy, self.since = 0.0, 0.0  # seconds with pending requests, up to the time `since`
+        self.busy, self.since = 0.0, 0.0  # seconds with pending requests, counted up to `since`
         self.media = MediaSent()
 
     def count(self, more: int) -> None:

@@ -23,7 +23,7 @@ TRIES = 3  # maximal tries of a request at each server
 PAUSE = 1.0  # seconds before a retry, and between probes while no server answers
 POLL = 0.05  # seconds between attempts to change weights while another process has pending requests
 Answered = Future[tuple[list[Answer], Source]]
-Asked = tuple[Answered, str, Mapping[str, Any]]  # request: future, prompt uid, content
+Asked = tuple[Answered, str, Mapping[str, Any]]  # a request: (future, prompt uid, content)
 log = logging.getLogger("mmrl")
 
 
@@ -56,9 +56,9 @@ class Servers:
         self.slots = threading.Semaphore(max(parallel, len(self.servers)))
         self.given_up = threading.Event()  # set when pending answers are abandoned
         self.counting = threading.Lock()
-        self.weights: Weights | None = None  # latest loaded, used by all pending requests
+        self.weights: Weights | None = None  # the latest loaded weights, which all pending requests use
         self.latest: list[Future] = []  # futures of the latest `begin`
-        self.outstanding = 0  # pending requests
+        self.outstanding = 0  # number of pending requests
         self.asking: TextIO | None = None  # lock file, locked in shared mode while requests are pending
         self.again, self.seconds = 0, 0.0  # repeated requests, and seconds of weight updates
         self.sleepers: set[str] = set()  # addresses of servers that have slept

@@ -78,7 +78,7 @@ class WeightsWriter:
         if not path.is_dir():
             part = self.folder / f"{version}.{os.getpid()}.part"
             save(self.policy.adapter or self.policy.model, part)
-            part.rename(path)  # atomic: no incomplete folders
+            part.rename(path)  # atomic, so that no folder is incomplete
         used = self.written.pop(path, None) or path.with_suffix(".used").open("a")
         flock(used, fcntl.LOCK_SH)
         self.written[path] = used

@@ -82,7 +82,7 @@ class Pool:
             answer = _with_retries(tool, arguments, chain.deadline, chain.limits)
             with self.changed:
                 if time.monotonic() >= chain.deadline:
-                    return  # timed out: nobody waits
+                    return  # the call timed out, so nobody waits for the answer
                 chain.answers.append(answer)
                 chain.begin()
                 self._start()

@@ -20,7 +20,7 @@ from mmrl.reporting.thumbnails import data_uri, sound_of_prompt
 from mmrl.vision.benchmarks.chair import Scene
 from mmrl.vision.benchmarks.time_spans import Span, parse_span
 
-HEIGHT, SIDE = 84, 120  # pixels: height of a video frame, side of an image
+HEIGHT, SIDE = 84, 120  # height of a video frame and side of an image, in pixels
 COLOURS = ("#0f6fbf", "#c2571a", "#7a4fb5", "#5b6b7b")
 GOOD, BAD = "#2b8a3e", "#b3261e"
 
