@@ -204,7 +204,7 @@ class Flow:
     # ---- for engines
 
     def condition(self, request: Request, *, negative: bool = False) -> Condition:
-        """Encode a request, with `negative` the negative prompt instead of its text; results are cached."""
+        """Encode a request, or with `negative` the negative prompt in its place; results are cached."""
         text = self.negative_prompt if negative else request.text
 
         @torch.no_grad()

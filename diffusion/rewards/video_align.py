@@ -77,7 +77,7 @@ class VideoAlign(Scored):
         return (values.sum(1) if self.axis == "Overall" else values[:, AXES.index(self.axis)]).tolist()
 
     def _video(self, prompt: Prompt, outcome: Outcome) -> Tensor:
-        """Select the number of frames of the released code, and resize them: (F, 3, height, width) uint8."""
+        """Select as many frames as the released code, and resize them: (F, 3, height, width) uint8."""
         from torchvision.transforms.functional import InterpolationMode
         from torchvision.transforms.functional import resize as resize_frames
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize

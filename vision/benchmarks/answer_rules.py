@@ -77,7 +77,7 @@ def mmmu(text: str, question: Question) -> Verdict:
 
 
 def mmmu_letter(text: str, question: Question) -> str | None:
-    """Find a choice's letter: the last `(A)`, else the last ` A `, else (long texts) the choice's text."""
+    """Find a choice's letter: the last `(A)`, else the last ` A `, else in long texts the choice's text."""
     for mark in ",.!?;:'":
         text = text.strip(mark)
     text = f" {text} "
@@ -185,7 +185,7 @@ def mmbench(text: str, question: Question) -> Verdict:
 
 
 def mmbench_letter(text: str, question: Question) -> str | None:
-    """Find the chosen letter: a letter alone, or the only choice whose text occurs; Z for a refusal."""
+    """Find the chosen letter: a letter alone, or the only choice whose text occurs; Z if it refuses."""
     if "Failed to obtain answer via API" not in text:
         if any(refusal in text for refusal in REFUSALS):
             return "Z"

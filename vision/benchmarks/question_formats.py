@@ -188,7 +188,7 @@ def video_mme(columns: Columns, row: DataRow, place: int) -> Item:
 
 
 def mvbench(columns: Columns, row: DataRow, place: int) -> Item:
-    """Parse a row of MVBench (arXiv 2311.17005); the file name is the task, each with a video folder."""
+    """Parse a row of MVBench (arXiv 2311.17005); the file name is the task, which sets the video folder."""
     if row.split not in FOLDER_OF:
         raise RowError(f"'{row.split}' is no task of MVBench; its files are named {', '.join(FOLDER_OF)}")
     choices, answer = _texts(columns.get("candidates"), "candidates"), text(columns.get("answer"), "answer")

@@ -171,7 +171,7 @@ class ServedEngine:
             self.writer()
 
     def compare(self, even: Callable[..., Iterable[tuple]]) -> None:
-        """Compare pending answers with a sharded policy; `even` pads to equally many passes per process."""
+        """Compare pending answers with a sharded policy; `even` gives all processes equally many passes."""
         due, self.to_compare = self.to_compare, []
         for (kind, url, rows), counts, _ in even(due, ("", "", self.stand_in)):
             if counts:

@@ -67,7 +67,7 @@ class Server:
         self.media = MediaSent()
 
     def count(self, more: int) -> None:
-        """Add `more` to the number of pending requests; add up the seconds with pending requests."""
+        """Add `more` to the number of pending requests, and update the seconds with pending requests."""
         now = time.monotonic()
         self.busy += now - self.since if self.pending else 0.0
         self.since, self.pending = now, self.pending + more
