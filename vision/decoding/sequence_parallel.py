@@ -3,7 +3,7 @@
 Every process has its own rows, as in data parallelism. A group runs the rows of one process after another:
 each process computes a slice of the tokens, and attention exchanges slices of tokens for slices of heads
 (Ulysses, arXiv 2309.14509). Vision towers, embeddings and the head run only on the process of the row.
-So the gradients, summed over processes, equal those of data parallelism, which averages them afterwards.
+So the sum of the gradients over processes is the same as in data parallelism, and is averaged afterwards.
 """
 
 from __future__ import annotations

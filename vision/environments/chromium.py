@@ -55,7 +55,7 @@ class Chromium:
     """A browser with a thread of its own, which serves all threads of a process.
 
     Playwright's objects belong to one event loop, while tools are called from many threads. Chromium starts
-    with the first page, and again if it has crashed. It ends with the process, also if that is killed.
+    with the first page, and again if it has crashed. It ends with the process, even if the process is killed.
     """
 
     def __init__(self, executable: str) -> None:
