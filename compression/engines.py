@@ -41,7 +41,7 @@ class Measured:
                 "neither a cache nor a transform"
             )
 
-    # Properties, because the engine's attributes change inside `exactly`.
+    # These are properties, because the engine's attributes change inside `exactly`.
     rollout_policy = property(lambda self: self.engine.rollout_policy)
     cache = property(lambda self: self.engine.cache)
 

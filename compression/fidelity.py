@@ -51,7 +51,7 @@ def inputs_of(encoder: Any, prompts: Iterable[Prompt], device: torch.device) -> 
 def cache_bytes(cache: Any) -> int:
     """Return the bytes of keys and values in a dense cache or in a pruned model's cache."""
     tensors = (x for layer in cache.layers for x in (layer.keys, layer.values))
-    return sum(x.nbytes for x in tensors if x is not None)  # None in layers without stored tokens
+    return sum(x.nbytes for x in tensors if x is not None)  # layers without stored tokens have None
 
 
 @torch.no_grad()
@@ -83,7 +83,7 @@ def measure(
             real = inputs.get("attention_mask", torch.ones_like(ids))[:, :-1].bool()
             visual = torch.isin(ids[:, :-1], ids.new_tensor(placeholder_ids(tested.config))) & real
             cache = make_cache(tested.config, visual, real)
-        others = islice(read_answer(tested, inputs, cache, answer), num_tokens)  # forced to the same answer
+        others = islice(read_answer(tested, inputs, cache, answer), num_tokens)  # reads the same answer
         pair = (torch.stack([logits for logits, _ in each], 1) for each in (steps, others))  # (1, t, V)
         # In 16 bits, differences of similar log-probabilities are mostly rounding error: use float32 or more.
         expected, logp = (x.to(torch.promote_types(x.dtype, torch.float32)).log_softmax(-1) for x in pair)

@@ -160,7 +160,7 @@ def check_chosen(what: str, chosen: Sequence[Sequence[int] | None], layers: int,
 
 
 def first_units(share: float, layers: int, size: int) -> Units:
-    """Choose the first units of every layer; `share` is their fraction of all `size` units."""
+    """Choose the first units of every layer; `share` is their fraction of the layer's `size` units."""
     return (tuple(range(round(share * size))),) * layers
 
 
@@ -176,8 +176,8 @@ def best_overall(scores: Sequence[Sequence[float]], share: float, whole: int) ->
     `share` is the fraction of the units of all layers, including the first `whole` layers.
     """
     size = len(scores[0])
-    # Units of the first `whole` layers count towards the budget. The sort is stable: of equal units, the
-    # first is chosen.
+    # Units of the first `whole` layers count towards the budget. The sort is stable, so that of units with
+    # equal scores the first is chosen.
     free = [(layer, unit) for layer in range(whole, len(scores)) for unit in range(size)]
     free.sort(key=lambda place: -scores[place[0]][place[1]])
     kept = set(free[: max(0, round(share * size * len(scores)) - whole * size)])

@@ -87,9 +87,9 @@ def measure(sources: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
     tokens, chance = (cat_padded(each, NAN).split(sizes) for each in zip(*sources, strict=True))
     tokens, chance = torch.stack(tokens), torch.stack(chance)  # (evaluations, N, T)
     same = ((tokens == tokens[0]) | (tokens.isnan() & tokens[0].isnan())).all(0)
-    before = same.long().cumprod(-1).bool()  # (N, T) before the first difference
+    before = same.long().cumprod(-1).bool()  # (N, T) mask of tokens before the first difference
     diverged = ~same.all(-1)
-    std = torch.where(before, chance.std(0), NAN).nanmean(-1)  # NaN: differs at once
+    std = torch.where(before, chance.std(0), NAN).nanmean(-1)  # NaN if the first tokens differ
     return {
         "share": float(diverged.double().mean()),
         "index": float(before[diverged].sum(-1).double().mean()),

@@ -32,7 +32,7 @@ NUMBER = re.compile(r"\d+")  # index of a block in a module name
 
 
 def place_of(folder: Path, network: str) -> Path:
-    """Return the folder of a network's adapter: `folder`, or a subfolder for a pipeline's second network.
+    """Return the folder of a network's adapter: `folder`, or its subfolder for a pipeline's second network.
 
     Diffusers loads the subfolder with `load_lora_weights(subfolder, load_into_transformer_2=True)`.
     """
@@ -108,7 +108,7 @@ def continue_lora(network: nn.Module, folder: Path, rank: int, alpha: float | No
 
 def _put(network: nn.Module, config: Any) -> None:
     network.requires_grad_(False)
-    vars(network).pop(BASE, None)  # hash of the base weights of an earlier adapter
+    vars(network).pop(BASE, None)  # drop the hash that an earlier adapter stored
     network.add_adapter(config)
     keep_training_precision(network, now=True)  # before saved float32 weights are loaded
 
@@ -152,7 +152,7 @@ def load_lora(network: nn.Module, folder: Path) -> None:
 
 
 def read_lora(folder: Path) -> tuple[dict[str, Tensor], Any, bool, str]:
-    """Return an adapter's weights, `LoraConfig`, whether it came from the file, and the base's hash or "".
+    """Return an adapter's weights, its `LoraConfig`, whether the file holds this, and the base weights' hash.
 
     Without settings in the header, every module is scaled by 1, as in diffusers. Raises `ValueError` unless
     the file holds only LoRA weights of the network, with settings that can be trained further.

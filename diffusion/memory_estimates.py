@@ -34,7 +34,7 @@ def paths(config: Config, policy: FlowPolicy, prompts: Sequence[Prompt]) -> Mapp
     All rows are assumed to have the largest size of `prompts`. An offloaded component counts only in the
     phase that uses it, `encoding` or `decoding`. Text encoders do not count if `prompts` are encoded on disk.
     """
-    if not hasattr(policy, "pipe"):  # image tokens, with rewards or prompts of image models
+    if not hasattr(policy, "pipe"):  # not a pipeline, but a model that writes image tokens
         return {}
     engine = config.rollout.engine[0]  # the innermost engine
     if engine.name == ENGINE:
@@ -88,7 +88,7 @@ def parts(policy: FlowPolicy, requests: Sequence[Request]) -> dict[str, float]:
         sizes[stay] += vae
     else:
         sizes["decoding/autoencoder"] = vae
-        sizes["encoding/autoencoder"] = vae * bool(policy.family.images[1])  # source images
+        sizes["encoding/autoencoder"] = vae * bool(policy.family.images[1])  # encodes source images
     return sizes
 
 

@@ -19,7 +19,7 @@ from mmrl.core.types import Outcome, Prompt
 from mmrl.runtime.modules import model_source
 from mmrl.runtime.weights import load_whole
 
-# Shared models, held weakly: freed with the last reward that uses them.
+# Weak references to shared models, which are freed with the last reward that uses them.
 _LOADED: WeakValueDictionary[tuple[str, ...], nn.Module] = WeakValueDictionary()
 
 
@@ -77,7 +77,7 @@ def explained(
     try:
         yield
     except errors as error:
-        reason = " ".join(str(error).split())[:500]  # torch lists every missing name
+        reason = " ".join(str(error).split())[:500]  # cut, because torch lists every missing name
         raise ValueError(f"{problem}: {reason}" + (f". {cure}" if cure else "")) from error
 
 

@@ -44,7 +44,7 @@ def check_scheduler(name: str, settings: Mapping[str, Any]) -> None:
             f"{settings.get('use_flow_sigmas', False)}), which is no scheduler of flow matching; give the "
             "pipeline a FlowMatchEulerDiscreteScheduler, or the scheduler that the model was published with"
         )
-    if "Heun" in name:  # it lists every time twice
+    if "Heun" in name:  # a Heun scheduler lists every time twice
         raise ValueError(
             f"its scheduler is '{name}'; give the pipeline a FlowMatchEulerDiscreteScheduler, and set "
             "`ode: heun` of the engine `diffusion.denoise`"
@@ -87,7 +87,7 @@ def check_times(times: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TimeRange:
-    """How to draw times: in the first `fraction` of a schedule, or in [`lowest`, 1] and then shifted."""
+    """Where times are drawn: in the first `fraction` of a schedule, or in [`lowest`, 1], then shifted."""
 
     draws: int
     fraction: float
@@ -146,8 +146,8 @@ def logit_normal(bounds: TimeRange, schedule: Tensor, row: Generator, shared: Ge
 
 TIME_TYPES: dict[str, TimeRule] = {
     "discrete": discrete,
-    "discrete_wo_init": partial(discrete, start=1),  # without the first time, pure noise
-    "discrete_with_init": partial(discrete, start=1, taken=1),  # always with the first time, pure noise
+    "discrete_wo_init": partial(discrete, start=1),  # never the first time (pure noise)
+    "discrete_with_init": partial(discrete, start=1, taken=1),  # always the first time (pure noise)
     "uniform": uniform,
     "logit_normal": logit_normal,
 }

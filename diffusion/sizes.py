@@ -10,7 +10,7 @@ from mmrl.core.types import Prompt
 from mmrl.data.media import upright_size
 from mmrl.diffusion.model_family import PipelineFamily
 
-FrameSize = tuple[int, int, int]  # frames, height and width; one frame for an image
+FrameSize = tuple[int, int, int]  # (frames, height, width); an image has one frame
 
 
 def check_engine_size(family: PipelineFamily, pipe: Any, size: FrameSize, engine: str) -> None:

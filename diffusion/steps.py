@@ -106,7 +106,7 @@ class SizedSteps:
 
     @property
     def unit(self) -> Unit:
-        """The smallest unit (step or row) whose loss can be computed alone; equal for all parts."""
+        """The smallest unit (step or row) whose loss can be computed alone; it is the same for all parts."""
         return self.parts[0].unit
 
     def cost(self, rows: Tensor) -> int:
@@ -158,7 +158,7 @@ class Likelihood(Protocol):
     """Interface that defines the training steps of a flow model's rows and their log-likelihood."""
 
     outputs: frozenset[str]  # names of the `extra` outputs that it can compute
-    stochastic: bool  # requires rollouts sampled with a stochastic solver
+    stochastic: bool  # whether rollouts must be sampled with a stochastic solver
 
     def length(self, row: FlowRow) -> int: ...  # the number of training steps
     def collate(self, rows: Sequence[FlowRow], uids: Sequence[str]) -> Steps: ...  # uids of the prompts

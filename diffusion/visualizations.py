@@ -18,8 +18,8 @@ from mmrl.core.types import Outcome, Prompt
 from mmrl.diffusion.image_io import to_pil
 from mmrl.reporting.thumbnails import data_uri
 
-WIDTH, HEIGHT = 60, 130  # size of one step in the turning-point chart, SVG units; labels below
-LINE = 12  # height of a label line, SVG units
+WIDTH, HEIGHT = 60, 130  # size of a step in the turning-point chart without labels, in SVG units
+LINE = 12  # height of a line of labels, in SVG units
 GAIN_COLOUR, LOSS_COLOUR, TURN_COLOUR, TEXT_COLOUR = "#0f6fbf", "#d9622b", "#1d2733", "#566575"
 
 
@@ -171,7 +171,7 @@ def turning_points(
 
 def credited(name: str, measured: Measured, chain: tuple[Callable, ...]) -> list[CreditedTrajectory]:
     """Apply advantage functions to an evaluation's rewards; rows with missing rewards are left out."""
-    table = measured.table.select(measured.table.mine)  # rows of this process, as in `rollouts`
+    table = measured.table.select(measured.table.mine)  # the rows of this process, as in `rollouts`
     if not len(table) or table.ends.shape[1] < 2:
         return []
     for piece in chain[:-1]:
@@ -212,7 +212,7 @@ def bar_chart(path: CreditedTrajectory, side: int) -> str:
         if turn:
             frame = f"fill='none' stroke='{TURN_COLOUR}' stroke-width='2' stroke-dasharray='4 2'"
             parts.append(bar(i, credit, frame, 12))
-            # On a separate line, since the two numbers side by side are wider than a step.
+            # Put the credit on a separate line, because two numbers side by side are wider than a step.
             parts.append(label(i, HEIGHT + LINE, credit, "→ ", f"font-weight='700' fill='{TURN_COLOUR}'"))
     # Bars stand between the images above them, so the chart is narrower by one image.
     placement = f"width:{100 * count / (count + 1):.2f}%;margin-left:{50 / (count + 1):.2f}%"

@@ -31,7 +31,7 @@ def keys_and_values(engine: Engine) -> Iterator[Mapping[str, float]]:
         cache, ids = options.get("past_key_values"), options.get("input_ids")
         if cache is None or ids is None:  # not the forward pass of a whole model
             return
-        # Count a cache once: the hook sees it in the model with its head and in the model without it.
+        # Count a cache once: the hook runs twice, for the model with its head and for the model inside it.
         if cache.get_seq_length() == ids.shape[1] and latest() is not cache:
             peaks.append(0)
             latest = weakref.ref(cache)
@@ -65,7 +65,7 @@ def held_bytes(thing: Any) -> int:
             case list() | tuple() | set() | frozenset():
                 left += value
             case type() | FunctionType() | MethodType() | nn.Module():
-                pass  # no state: code or weights
+                pass  # code and weights are not part of a cache
             case object(__dict__=attributes):
                 left += attributes.values()
     return sum(storages.values())

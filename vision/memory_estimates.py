@@ -42,14 +42,14 @@ T = TypeVar("T")
 def tokens(config: Config, policy: TokenPolicy, prompts: Sequence[Prompt]) -> Mapping[str, float]:
     """Estimate the bytes for generation, for the step table, and for one micro-batch of training.
 
-    Generation (unquantised cache) is included only if `vision.generate` samples in this process, or
-    `vision.generate_images` with the second row of guidance, and the VQ decoder. Activations and logits are
-    measured on a few short rows and extrapolated. They grow linearly with the token count, because fused
-    attention kernels store no scores; only the mask of packed rows grows quadratically. All answers get the
-    maximal length, and all prompts the length of the longest prompt in `prompts`.
+    Generation is included if `vision.generate` or `vision.generate_images` samples in this process. It has an
+    unquantised cache; images add the rows of guidance and the VQ decoder. Activations and logits are measured
+    on a few short rows and extrapolated. They grow linearly with the token count, because fused attention
+    kernels store no scores; only the mask of packed rows grows quadratically. All answers get the maximal
+    length, and all prompts the length of the longest prompt in `prompts`.
     """
     engine, module = config.rollout.engine[0], getattr(policy, "module", None)
-    if not prompts or not isinstance(module, step_model.StepModel):  # no token model
+    if not prompts or not isinstance(module, step_model.StepModel):  # not a token policy
         return {}
     defaults = {name: p.default for name, p in find("engine", engine.name).options.items()}
     options = defaults | dict(engine.options)
@@ -76,10 +76,10 @@ def tokens(config: Config, policy: TokenPolicy, prompts: Sequence[Prompt]) -> Ma
 
 @dataclass(frozen=True)
 class _Asked:
-    """What is read and written: the longest prompt, and the lengths of the longest answer and its image."""
+    """The input and output of the largest row: the longest prompt, the longest answer, and its image."""
 
     prompt: EncodedPrompt
-    longest: int  # tokens of the answer
+    longest: int  # number of tokens of the answer
     layout: Tensor  # (L,) tokens of the image, with `IMAGE` for image tokens; empty for a text
     negative: EncodedPrompt | None  # the prompt that guides images
 
@@ -91,18 +91,18 @@ class _Asked:
 
     @property
     def text(self) -> int:
-        """Tokens of the answer before its image."""
+        """Number of tokens of the answer before its image."""
         return self.longest - len(self.layout)
 
     def begun(self, policy: Any) -> list[EncodedPrompt]:
-        """List the inputs of a sampled image: prompt, text and begin-of-image, and the negative prompt's."""
+        """List the inputs before an image: prompt and text, and the negative prompt if there is guidance."""
         begin = torch.tensor([policy.images.begin])
         own = continued(self.prompt, begin.expand(max(1, self.text)))
         return [own, *([continued(self.negative, begin)] if self.negative else [])]
 
 
 def _largest_image(policy: Any, options: Mapping[str, Any], prompts: Sequence[Prompt]) -> tuple[int, int]:
-    """Return height and width of the largest image that the engine draws for some prompts."""
+    """Return height and width of the largest image that the engine generates for the prompts."""
     sizes = (policy.images.size(options["height"], options["width"], prompt) for prompt in prompts)
     return max(sizes, key=math.prod)
 
@@ -110,9 +110,9 @@ def _largest_image(policy: Any, options: Mapping[str, Any], prompts: Sequence[Pr
 def _longest_answer(
     policy: Any, options: Mapping[str, Any], prompts: Sequence[Prompt], size: tuple[int, int]
 ) -> tuple[int, Tensor]:
-    """Return the tokens of the longest answer, and the layout (L,) of its image; 0 if there are none.
+    """Return the number of tokens of the longest answer (0: no answers), and the layout (L,) of its image.
 
-    Recorded answers count with their turns. `size` is that of a drawn image.
+    All turns of a recorded answer count. `size` is the height and width of a generated image, or (0, 0).
     """
     nothing, encoder = torch.zeros(0, dtype=torch.int64), policy.prompt_encoder
     if math.prod(size):
@@ -153,9 +153,9 @@ def _generation(policy: Any, asked: _Asked, rows: int, prompts: int) -> dict[str
     drawn = len(asked.layout)
     inputs = asked.begun(policy) if drawn else [asked.prompt]
     if drawn and asked.text:
-        prompts = rows  # a text of its own is part of the input of every image
+        prompts = rows  # every image has its own text in its input
     first, *second = (len(encoded.ids) for encoded in inputs)
-    # Input tokens in the cache, and tokens that are written.
+    # Numbers of tokens in the cache: `before`, the inputs, and `after`, room for the generated tokens.
     before = (prompts if policy.share_prefix else rows) * first
     before += (1 if policy.share_prefix else rows) * sum(second)
     after = len(inputs) * rows * room_of(drawn - 1 if drawn else asked.longest)
@@ -173,11 +173,11 @@ def _generation(policy: Any, asked: _Asked, rows: int, prompts: int) -> dict[str
         decode, _ = _measured(lambda: _decoded(reader))
         packed = float(packed_bytes(policy.model))
     prompt_pass = max(0.0, prefill - cache_bytes(policy, first + sum(second), 0)) * prompts
-    # Decoding one token in ROWS rows, without the cache that it begins; scaled to `rows`.
+    # Memory of decoding one token, without the cache that it allocates, measured with ROWS rows and scaled.
     row_pass = max(0.0, decode - cache_bytes(policy, 0, len(inputs) * ROWS * room_of(1))) / ROWS * rows
     return {
         "rollouts/cache": cache_bytes(policy, before, after),
-        # Prompts are read before there is a cache of answers.
+        # During the prefill, the cache of the answers is not allocated yet, so subtract its bytes.
         "rollouts/passes": max(prompt_pass - cache_bytes(policy, 0, after), row_pass),
         # Only CPUs pack weights. These weights are on no device yet: assume a GPU if the machine has a GPU.
         "rollouts/packed weights": 0.0 if torch.cuda.is_available() else packed,
@@ -186,7 +186,7 @@ def _generation(policy: Any, asked: _Asked, rows: int, prompts: int) -> dict[str
 
 
 def _decoded(reader: Any) -> object:
-    """Decode one token in every row."""
+    """Sample the first token of every row."""
     logits = reader.read(None)
     return draw_tokens(logits, torch.full((len(logits),), 0.5, device=logits.device))
 
@@ -214,8 +214,8 @@ def _learning(
     activations = prompts * states(asked.prompt, rows * longest // prompts) + _cast_bytes(policy)
     activations += states(asked.negative, rows * second) if asked.negative else 0.0
     logits = _logits_bytes(policy, module, extra, rows * longest, guided=second > 0)
-    head = policy.model.get_output_embeddings().parameters()  # Janus has two
-    logits += sum(p.nbytes for p in head if p.requires_grad)  # new gradients, before accumulation
+    head = policy.model.get_output_embeddings().parameters()  # Janus has two heads
+    logits += sum(p.nbytes for p in head if p.requires_grad)  # new gradients, before they are accumulated
     gradients = float(sum(p.nbytes for p in module.parameters() if p.requires_grad))
     if micros == 1:
         # The backward pass allocates gradients while it frees activations: count only the larger amount.

@@ -24,8 +24,8 @@ class KiviRecipe(Recipe):
     codec: KiviCodec
 
     def slots(self, visual: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
-        """Return positions in P prompts: E groups of g old keys (P, E, g), old values (P, n), new (P, n)."""
-        rank, length = real.cumsum(1) - 1, real.sum(1, keepdim=True)  # padding is not counted
+        """Return positions in P prompts: E groups of g old keys (P, E, g); other keys and values (P, n)."""
+        rank, length = real.cumsum(1) - 1, real.sum(1, keepdim=True)  # neither counts padding
         residual = self.codec.residual_length
         # As if tokens came one by one: residual_length keys are quantised together, values one at a time.
         keys = real & (rank < length - length % residual)

@@ -30,7 +30,7 @@ class VLCacheRecipe(Recipe):
     num_layers: int
     # Layers with their scores (P, h, S) and density (P,), collected until the last layer is scored.
     scored: list[tuple[QuantizedLayer, Tensor, Tensor]] = field(default_factory=list)
-    chosen: Tensor | None = None  # (P, h, n) slots of the layer that is stored next
+    chosen: Tensor | None = None  # (P, h, n) chosen slots of the layer that is stored next
     needs_queries = True
 
     def score(self, layer: QuantizedLayer, query: Tensor, scaling: float) -> None:

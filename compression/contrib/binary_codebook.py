@@ -21,8 +21,8 @@ from mmrl.kv_cache.quantization import Codes, dequantize, pack, quantize, unpack
 # Optimal uniform quantisers of a standard Gaussian with 0 to 8 bits: squared error, and half their range.
 ERROR = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.00104, 0.0003035, 0.0000869)
 HALF = (0.0, 0.798, 1.494, 2.051, 2.514, 2.915, 3.276, 3.613, 3.927)
-MAX_BITS = len(ERROR) - 1  # most bits per component
-MIN_VARIANCE = 1e-10  # relative to the largest variance; components with less get no bits
+MAX_BITS = len(ERROR) - 1  # maximum number of bits per component
+MIN_VARIANCE = 1e-10  # components with less of the largest variance get no bits
 RIDGE = 1e-3  # ridge of least squares, per token, in case two vectors always have equal signs
 
 

@@ -25,7 +25,7 @@ class ModelAdapter:
 
     grids: Callable[[nn.Module, Mapping[str, Any]], dict[int, PatchGrids]]
     class_token_attention: Callable[[nn.Module], nn.Module] | None = None
-    grids_need_media: bool = False  # grids are known when media are encoded; features carry them
+    grids_need_media: bool = False  # whether grids can be computed only while media are encoded
     multimodal_positions: bool = False  # M-RoPE: position ids (time, height, width) per token
     head_norm: bool = False  # queries and keys are normalised per head, as in Qwen3
 

@@ -41,7 +41,7 @@ def _qwen_vl(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids
 
 
 def _onevision(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids]:
-    """Return LLaVA-OneVision's grids: whole image, then its joined tiles; video frames have half the side.
+    """Return LLaVA-OneVision's grids: an image's, then its joined tiles'; video frames have half the side.
 
     The last column of the tiles' grid holds the newline features. A video ends with a 1 x 1 newline grid.
     """
@@ -88,7 +88,7 @@ def _joined_tiles(core: nn.Module, side: int, size: list[int]) -> tuple[int, int
         image_newline=torch.ones(1),
         vision_aspect_ratio=config.vision_aspect_ratio,
     )
-    rest = packed[0][side * side :, 0]  # tokens that follow those of the whole image
+    rest = packed[0][side * side :, 0]  # tokens after the tokens of the whole image
     columns = int(rest.nonzero()[0]) + 1 if len(rest) else 1
     return len(rest) // columns, columns
 

@@ -12,12 +12,12 @@ from mmrl.compression.pruning.patch_grid import pick
 from mmrl.compression.pruning.spec import PruningSpec
 from mmrl.compression.pruning.token_stages import TokenStage
 
-BLOCK = 96  # target queries per block: smaller blocks underuse the kernel, larger ones waste more masked keys
+BLOCK = 96  # queries per block: smaller blocks underuse the kernel, larger ones compute more masked keys
 
 
 def block_rows(rows: int, columns: int) -> int:
     """Choose the number of grid rows per block such that all blocks have nearly equal size."""
-    blocks = max(1, -(-rows * columns // BLOCK))  # divisions here round up
+    blocks = max(1, -(-rows * columns // BLOCK))  # the divisions in this function round up
     return -(-rows // min(rows, blocks))
 
 
@@ -121,7 +121,7 @@ def window_mask(stage: TokenStage, pruning: PruningSpec) -> Tensor:
     rows, cols = (
         [pick(axis, index) for axis in stage.call.layout.place] for index in (stage.vis, stage.cols)
     )
-    near = (rows[0][:, :, None] == cols[0][:, None]) & (rows[0] >= 0)[:, :, None]  # on the same grid
+    near = (rows[0][:, :, None] == cols[0][:, None]) & (rows[0] >= 0)[:, :, None]  # on the same patch grid
     for line, column in zip(rows[1:], cols[1:], strict=True):
         near &= (line[:, :, None] - column[:, None]).abs() <= pruning.radius
     past = stage.orig.shape[1] - stage.cols.shape[1]  # columns of earlier calls have no grid position

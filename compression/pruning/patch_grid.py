@@ -93,7 +93,7 @@ def forward_features(core: nn.Module, kind: str, method: Callable, *args: Any, *
     finally:
         for hook in hooks:
             hook.remove()
-    if torch.is_tensor(out.pooler_output):  # a single tensor: its shape gives the grids
+    if torch.is_tensor(out.pooler_output):  # not a list of features: the tensor's shape gives the grids
         return out
     grids = iter(())
     if adapter.grids_need_media:
@@ -110,7 +110,7 @@ def forward_features(core: nn.Module, kind: str, method: Callable, *args: Any, *
 
 
 def encode_ahead(core: nn.Module, inputs: dict[str, Any]) -> None:
-    """Encode the images before the forward pass, as `generate` does; features carry vision-tower states."""
+    """Encode images before the forward pass, as `generate` does; features then carry vision-tower states."""
     if inputs.get("pixel_values") is None:
         return
     wanted = inspect.signature(core.get_image_features).parameters

@@ -71,7 +71,7 @@ def _adapted(linear: nn.Module, x: Tensor, rows: FeatureIndex, columns: FeatureI
     if linear.lora_variant:  # DoRA and similar variants scale whole rows of W
         return _whole(linear, x, rows, columns)
     out = sliced_linear(linear.base_layer, x, rows=rows, columns=columns)
-    if linear.disable_adapters or linear.merged:  # merged: the base weight contains the adapter
+    if linear.disable_adapters or linear.merged:  # a merged adapter is in the base weight
         return out
     for name in linear.active_adapters:
         if name in linear.lora_A:  # an active adapter may have no matrices for this layer

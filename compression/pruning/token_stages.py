@@ -160,7 +160,7 @@ class TokenStage:
 
     @cached_property
     def words(self) -> tuple[Tensor, Tensor]:
-        """Indices (B, t) of text keys before visual tokens, padded with -1; their causal mask (B, n_v, t)."""
+        """Indices (B, t) of text keys before visual tokens, padded with -1, and their mask (B, n_v, t)."""
         at = self.vis.clamp(min=0) + self.call.past
         last = at.masked_fill(self.vis < 0, -1).max(1).values
         columns = pack_places(~self.visual & self.seen & (self.orig < last[:, None]))

@@ -114,7 +114,7 @@ def vision_zip(
         weights = torch.einsum("fhd,fnhd->fhn", q[:, 0], k) * q.shape[-1] ** -0.5
         seen = weights.float().softmax(-1).sum(1)[:, 1:]  # the class token itself is not a patch
         keys = F.normalize(k[:, 1:].mean(2).float(), dim=-1)
-        rows, columns = stage.is_token.nonzero(as_tuple=True)  # images * patches, in image order
+        rows, columns = stage.is_token.nonzero(as_tuple=True)  # one entry per image and patch, in image order
         if seen.numel() != len(rows):
             raise ValueError(
                 f"the tower saw {seen.shape[0]} images of {seen.shape[1]} patches for {len(rows)} visual "
@@ -219,7 +219,7 @@ def bipartite_soft_matching(states: Tensor, number: int) -> tuple[Tensor, Tensor
     places, size = torch.arange(len(states), device=states.device), states.new_ones(len(states))
     while len(states) > number:
         unit = F.normalize(states.detach().to(torch.promote_types(states.dtype, torch.float32)), dim=-1)
-        best_match = (unit[::2] @ unit[1::2].T).max(1)  # from cosines (even, odd)
+        best_match = (unit[::2] @ unit[1::2].T).max(1)  # over cosines (even token, odd token)
         # Merge at most half of the tokens per round: the `going` even tokens most similar to their match.
         going = min(len(states) - number, len(states) // 2)
         source = best_match.values.topk(going).indices

@@ -36,7 +36,7 @@ def layer_cast(
     view = share_weights(model, swap)
     cast: dict[int, nn.Parameter] = {}  # keyed by the id of the original, so that tied parameters stay tied
     for module in view.modules():
-        if type(module) is UpcastLinear:  # keeps its 16-bit weights
+        if type(module) is UpcastLinear:  # such a layer keeps its 16-bit weights
             continue
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter.dtype in LOW:

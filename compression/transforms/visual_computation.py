@@ -34,7 +34,7 @@ def drop_visual_heads(
     """
     shape = shape_of(model)
     if heads is None and plan:
-        heads = best_overall(read_plan(plan, "heads"), keep, whole)  # the number per layer may vary
+        heads = best_overall(read_plan(plan, "heads"), keep, whole)  # the number may vary between layers
     elif heads is None:
         heads = first_units(keep, shape.layers, shape.heads)
     chosen = check_chosen("heads", heads, shape.layers, shape.heads)

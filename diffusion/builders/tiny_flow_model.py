@@ -32,7 +32,7 @@ def word_tokenizer(texts: Iterable[str], max_length: int) -> Any:
         tokenizer_object=tokenizer,
         bos_token=start,
         eos_token=end,
-        pad_token=end,  # as in CLIP, which pools the first end token
+        pad_token=end,  # as in CLIP, which pools the state of the first end token
         unk_token=unknown,
         model_max_length=max_length,
     )

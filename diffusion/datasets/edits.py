@@ -217,7 +217,7 @@ class ConditionedRows:
         answers: RecordedAnswers | tuple[()],
         kept: Mapping[str, Any],
     ) -> Prompt:
-        """Create a prompt of images, then text; its columns are the row's unread columns and `kept`."""
+        """Create a prompt of images and then a text. Its columns are `kept` and the row's unread columns."""
         parts = (*(Part(media=image) for image in images), Part(self.words(row, chosen[self.text])))
         read = {*self.names} - {*self.roles[self.text]} | {*chosen.values()}
         others = {name: value for name, value in row.all.items() if name not in read}
@@ -239,7 +239,7 @@ class ConditionedRows:
 
 
 def recorded(media: Sequence[Media], load: Callable, size: Callable) -> RecordedAnswers | tuple[()]:
-    """Create recorded answers with score 1 from media; `load` and `size` take a path or bytes."""
+    """Create recorded answers with score 1 from media; `load` decodes a path or bytes, `size` measures it."""
     if not media:
         return ()
     read = lambda source: source if isinstance(source, Path | bytes) else source.read()

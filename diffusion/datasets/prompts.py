@@ -108,7 +108,7 @@ def images(
             case ["images"] if row["images"] != []:
                 paths = listed(row["images"], "images")
             case ["chosen", "rejected"]:
-                paths = [row["chosen"], row["rejected"]]  # in the order of the default scores
+                paths = [row["chosen"], row["rejected"]]  # the default scores have this order, too
             case _:
                 raise RowError(f"wanted one of `image`, `images`, or `chosen` and `rejected`, got {forms}")
         names = [text(name, f"path of image {i}") for i, name in enumerate(paths)]

@@ -50,7 +50,7 @@ class WithPrefixRollouts:
         """Run the wrapped engine, and add the outcomes of all prefixes of each denoising path."""
         rows = self.engine.rollout(prompts)
         if not rows or (self.one_step and len(rows[0].steps.at) == 1):
-            return rows  # a single step: only the final image
+            return rows  # with a single step, the only outcome is the final image
         probed: dict[int, Trajectory] = {}
         for places in places_by(row.steps.path.shape for row in rows):
             probed |= zip(places, self._probe(tuple(rows[i] for i in places)), strict=True)

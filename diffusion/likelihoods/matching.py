@@ -94,7 +94,7 @@ class Matching:
             shared = self.stream.generator("matching times")
             times.append(TIME_TYPES[self.time_type](bounds, row.times, own, shared))
             noise = self.stream.generator("matching noise", uid, 0 if self.shared_noise else index)
-            # Seeds instead of noise: `draws` latents per row would need more memory than the images.
+            # Store seeds, not noise: `draws` latents per row would take more memory than the images.
             seeds.append(torch.randint(2**62, (self.draws,), generator=noise))
         unit = Unit.STEP if self.segments == 1 else Unit.ROW
         weigh = partial(WEIGHTINGS[self.weighting], power=self.power)

@@ -38,7 +38,7 @@ class Transition:
                     "`diffusion.flow_sde`"
                 )
         sizes = {tuple(row.path.shape[1:]) for row in rows}
-        # (size, times), since times may depend on the size
+        # pairs (size, times), because times may depend on the size
         schedules = {(row.path.shape[1:], *(round(time, 6) for time in row.times.tolist())) for row in rows}
         counts = {len(row.at) for row in rows}
         if len(schedules) > len(sizes) or len(counts) > 1:

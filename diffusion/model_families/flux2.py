@@ -68,7 +68,7 @@ class Flux2(PackedFamily):
                 encoded["image_tokens"], encoded["image_positions"] = pipe.prepare_image_latents(
                     images=[self._prepared(pipe, image) for image in request.images],
                     batch_size=1,
-                    generator=None,  # takes the mode of the posterior
+                    generator=None,  # None: takes the mode of the posterior
                     device=pipe.vae.device,
                     dtype=pipe.vae.dtype,
                 )

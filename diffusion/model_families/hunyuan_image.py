@@ -48,7 +48,7 @@ class HunyuanImage(PipelineFamily):
     def encode(
         self, pipe: Any, requests: Sequence[Request], max_sequence_length: int
     ) -> list[dict[str, Tensor]]:
-        """Encode texts: hidden states (tokens, D) of Qwen2.5-VL, (G, E) of ByT5 for G >= 0 quoted tokens."""
+        """Encode texts to hidden states: (tokens, D) of Qwen2.5-VL and (G, E) of ByT5 for G quoted tokens."""
         conditions = []
         for request in requests:
             self.check_text(pipe, request.text, max_sequence_length)

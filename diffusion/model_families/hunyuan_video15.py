@@ -61,7 +61,7 @@ class HunyuanVideo15(PipelineFamily):
     def encode(
         self, pipe: Any, requests: Sequence[Request], max_sequence_length: int
     ) -> list[dict[str, Tensor]]:
-        """Encode texts: hidden states (tokens, D) of Qwen2.5-VL, (G, E) of ByT5 for G >= 0 quoted tokens."""
+        """Encode texts to hidden states: (tokens, D) of Qwen2.5-VL and (G, E) of ByT5 for G quoted tokens."""
         conditions = []
         for request in requests:
             self.check_text(pipe, request.text, max_sequence_length)
@@ -178,7 +178,7 @@ class HunyuanVideo15ImageToVideo(HunyuanVideo15):
 
 
 def encode_text(pipe: Any, text: str) -> dict[str, Tensor]:
-    """Encode a text without padding: hidden states (tokens, D) of Qwen2.5-VL, (G, E) of ByT5, G >= 0."""
+    """Encode a text without padding to hidden states (tokens, D) of Qwen2.5-VL and (G, E) of ByT5."""
     states, mask, glyphs, glyph_mask = pipe.encode_prompt([text])
     return {
         "encoder_hidden_states": states[mask.bool()].cpu(),

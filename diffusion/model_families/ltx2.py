@@ -215,7 +215,7 @@ def split(config: Any, shape: Sequence[int]) -> tuple[int, int]:
 
 
 def check_pipe(pipe: Any) -> None:
-    """Raise ValueError if the network's video and audio settings do not fit together, or the autoencoders."""
+    """Raise ValueError unless the network's video and audio settings fit each other and the autoencoders."""
     config, sound = pipe.transformer.config, pipe.audio_vae.config
     pairs = {
         "in_channels": (config.in_channels, config.audio_in_channels),

@@ -61,7 +61,7 @@ class Lumina2(PipelineFamily):
         return per_text(encoder_hidden_states=states, encoder_attention_mask=mask)[0]
 
     def latent_shape(self, pipe: Any, height: int, width: int, num_frames: int) -> tuple[int, ...]:
-        """Compute (C, h, w); raises ValueError if the network has too few positions for this size."""
+        """Compute the latent shape (C, h, w); raises ValueError if the network has too few positions."""
         shape = super().latent_shape(pipe, height, width, num_frames)
         most = min(pipe.transformer.config.axes_lens[1:])
         check_size(height, width, pipe.vae_scale_factor * pipe.transformer.config.patch_size, most)

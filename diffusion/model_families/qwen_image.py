@@ -53,7 +53,7 @@ class QwenImage(PackedFamily):
         conditions = []
         for text in texts_of(requests):
             self.check_text(pipe, text, max_sequence_length)
-            # Each text separately, so that none is padded inside the encoder.
+            # Encode each text separately, so that the encoder pads no text.
             states, _ = pipe.encode_prompt([text], max_sequence_length=max_sequence_length)
             conditions += per_text(encoder_hidden_states=states)
         return conditions
@@ -81,7 +81,7 @@ class QwenImage(PackedFamily):
             timestep=sigma,
             encoder_hidden_states=condition["encoder_hidden_states"].to(network.dtype),
             encoder_hidden_states_mask=condition.get("encoder_hidden_states_mask"),
-            # frames, rows and columns of tokens
+            # numbers of frames, rows and columns of tokens
             img_shapes=[[(1, one.shape[-2] // 2, one.shape[-1] // 2) for one in shown]] * len(latents),
             return_dict=False,
         )[0]

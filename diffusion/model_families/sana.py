@@ -30,7 +30,7 @@ class Sana(PipelineFamily):
     def _check(self, pipe: Any, prefix: str, text: str, max_sequence_length: int) -> None:
         # The first and the last token of the instruction count towards the text length.
         room = len(pipe.tokenizer.encode(prefix)) - 2 if prefix else 0
-        # Text clean-up as in the pipeline.
+        # Clean the text as the pipeline does.
         check_fits(pipe.tokenizer, prefix + text.lower().strip(), max_sequence_length + room)
 
     def encode(
@@ -60,7 +60,7 @@ class Sana(PipelineFamily):
     def velocity(
         self, network: nn.Module, latents: Tensor, sigma: Tensor, condition: Condition, guidance: Tensor
     ) -> Tensor:
-        """Predict velocities at timestep 1000 sigma, times the scale in the network's configuration."""
+        """Predict velocities at the timestep 1000 sigma, multiplied by the configured `timestep_scale`."""
         velocity = network(
             latents.to(network.dtype),
             encoder_hidden_states=condition["encoder_hidden_states"].to(network.dtype),

@@ -135,7 +135,7 @@ class Flow:
                 network.requires_grad_(True)
             if gradient_checkpointing:
                 network.enable_gradient_checkpointing()
-        keep_training_precision(self.network)  # small updates are lost in 16 bits
+        keep_training_precision(self.network)  # float32: small updates would be lost in 16 bits
         self.vae_options = [vae_tiling, vae_slicing]
         set_vae_options(self.pipe.vae, *self.vae_options)
         self.module: nn.Module = FlowNetwork(self.network, self.family, DTYPES[dtype])
@@ -175,7 +175,7 @@ class Flow:
         check_usable(encoded, model)
         moved, bits = encoded or "text_encoders" in (options.get("offload") or ()), options.get(BITS)
         check_bits(model, bits, adapted=options.get("lora_rank"), moved=moved)
-        chosen: tuple[str, ...] = ()  # unknown before the download
+        chosen: tuple[str, ...] = ()  # networks to train; unknown before the download
         if Path(model).expanduser().is_dir():
             config = loading.config_of(model)
             family = family_of(config["_class_name"])
@@ -204,7 +204,7 @@ class Flow:
     # ---- for engines
 
     def condition(self, request: Request, *, negative: bool = False) -> Condition:
-        """Encode a request, with `negative` the negative prompt instead of its text; results are cached."""
+        """Encode a request, or with `negative` the negative prompt in its place; results are cached."""
         text = self.negative_prompt if negative else request.text
 
         @torch.no_grad()

@@ -27,7 +27,7 @@ class TextImageSimilarity:
     model: nn.Module
     batch_size: int
     frames: int  # number of frames of a video to score
-    max_tokens: int  # limit of the text encoder
+    max_tokens: int  # maximum number of tokens that the text encoder reads
     factor: float = 1.0
     count_tokens: Callable[[str], int]  # counts tokens of the full text, with special tokens
     embed_images: Callable[[Sequence[Tensor]], Tensor]  # maps B images to (B, D)
@@ -58,9 +58,9 @@ class PickScore(TextImageSimilarity):
         processor: Folder or hub id of its processor.
         scale: `logit`: the score above, 20 to 24 for current models. `cosine`: the cosine alone (DanceGRPO).
         divide_by: Divisor of the score; Flow-GRPO uses 26 on the logit.
-        frames: Frames of a video to score, evenly from the first to the last; the reward is their mean.
-        batch_size: Images or texts in the model at once.
-        device: Device of the model; `auto` takes the GPU if there is one.
+        frames: Number of evenly spaced frames of a video to score; the reward is the mean over them.
+        batch_size: Number of images or texts per forward pass.
+        device: Device of the model; `auto` is the GPU if there is one, else the CPU.
     """
 
     name = "pick_score"
@@ -114,9 +114,9 @@ class Hpsv2(TextImageSimilarity):
     Args:
         weights: `HPS_v2.1_compressed.pt`: a file, or `owner/name:file` of the hub.
         model: Name of the architecture in open_clip.
-        frames: Frames of a video to score, evenly from the first to the last; the reward is their mean.
-        batch_size: Images or texts in the model at once.
-        device: Device of the model; `auto` takes the GPU if there is one.
+        frames: Number of evenly spaced frames of a video to score; the reward is the mean over them.
+        batch_size: Number of images or texts per forward pass.
+        device: Device of the model; `auto` is the GPU if there is one, else the CPU.
     """
 
     name = "hpsv2"
@@ -174,9 +174,9 @@ class Aesthetic:
     Args:
         model: Folder or hub id of the CLIP vision model.
         weights: Weights of the linear layers: a file, or `owner/name:file` of the hub.
-        frames: Frames of a video to score, evenly from the first to the last; the reward is their mean.
-        batch_size: Images in the model at once.
-        device: Device of the model; `auto` takes the GPU if there is one.
+        frames: Number of evenly spaced frames of a video to score; the reward is the mean over them.
+        batch_size: Number of images per forward pass.
+        device: Device of the model; `auto` is the GPU if there is one, else the CPU.
     """
 
     def __init__(

@@ -47,8 +47,8 @@ class ClipDirection:
         after: Column with the caption of the edited image.
         model: Architecture of open_clip, or a folder, as for `clip_score`.
         pretrained: Tag or file of weights for an architecture; null is `openai`.
-        frames: Frames of a video to score, evenly from the first to the last; the reward is their mean.
-        batch_size: Images or texts in the model at once.
+        frames: Number of evenly spaced frames of a video to score; the reward is the mean over them.
+        batch_size: Number of images or texts per forward pass.
         device: Device of the model; `auto` is the current GPU, or else the CPU.
     """
 
@@ -80,7 +80,7 @@ class ClipDirection:
         return (turns[0] * turns[1]).sum(-1).tolist()
 
     def _pair(self, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Stack 2 N vectors (D,) to two tensors (N, D): the first N and the last N."""
+        """Stack 2 N vectors (D,) to two tensors (N, D), of the first N and of the last N vectors."""
         width = rows[0].shape[-1] if rows else 1
         return tuple(torch.cat([torch.zeros(0, width), *(row[None] for row in rows)]).view(2, -1, width))
 
@@ -106,7 +106,7 @@ def unmasked_identity(
     prompt has no mask, or its mask covers the whole image.
 
     Args:
-        frames: Frames of a video to compare, evenly from the first to the last; the reward is their mean.
+        frames: Number of evenly spaced frames of a video to compare; the reward is the mean over them.
     """
 
     def score(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float | None]:

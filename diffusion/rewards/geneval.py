@@ -18,7 +18,7 @@ Detections = Mapping[str, Sequence[Mapping[str, Any]]]
 Clauses = Sequence[Mapping[str, Any]]
 
 CONFIDENCE, COUNTING_CONFIDENCE = 0.3, 0.9
-MAX_OBJECTS = 16  # per class
+MAX_OBJECTS = 16  # number of objects per class that count
 MARGIN = 0.1  # fraction of the sizes of two boxes that is subtracted from the distance of centres
 DIRECTION = 0.5  # fraction of the distance of two centres that an axis must exceed to count
 
@@ -39,7 +39,7 @@ class Geneval:
             with exact numbers. `official`: 1 if an image is correct in the benchmark, where more objects are
             allowed, except in counting prompts.
         clamp: Score a count above twice the wanted number as 0, not as a negative value (our reading).
-        frames: Frames of a video to score, evenly from the first to the last; the reward is their mean.
+        frames: Number of evenly spaced frames of a video to score; the reward is the mean over them.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ def evaluate_clauses(detections: Detections, clauses: Clauses, *, exact: bool) -
     reward's source code, a wrong position adds both a 0 and a 1, so it earns half.
     """
     values: list[float] = []
-    groups: list[Sequence | None] = []  # the objects of every clause that is right
+    groups: list[Sequence | None] = []  # the objects of every clause; None if the clause is wrong
     for clause in clauses:
         wanted = clause["count"]
         objects = detections.get(clause["class"], [])
@@ -150,12 +150,12 @@ def relative_position(box: Sequence[float], other: Sequence[float]) -> set[str]:
     divided by its original length. An axis counts if the result is above a half.
     """
     offset, shortened = [], []
-    for low, high in ((0, 2), (1, 3)):  # left and right, top and bottom
+    for low, high in ((0, 2), (1, 3)):  # indices of left and right, then of top and bottom
         gap = (box[low] + box[high] - other[low] - other[high]) / 2  # between the centres
         margin = MARGIN * (abs(box[high] - box[low]) + abs(other[high] - other[low]))
         offset.append(gap)
         shortened.append(max(abs(gap) - margin, 0.0) * (1 if gap > 0 else -1))
-    if max(map(abs, shortened)) < 1e-3:  # pixels
+    if max(map(abs, shortened)) < 1e-3:  # at most 0.001 pixels remain
         return set()
     x, y = (shift / (offset[0] ** 2 + offset[1] ** 2) ** 0.5 for shift in shortened)
     relations = {

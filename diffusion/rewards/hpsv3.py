@@ -23,10 +23,10 @@ class Hpsv3(ScoredImages):
         weights: `HPSv3.safetensors`: a file, or `owner/name:file` of the hub.
         model: Folder or hub id of the base model.
         pixels: Number of pixels to which every image is resized; the published number is 256 * 28 * 28.
-        frames: Frames of a video to score, evenly from the first to the last; the reward is their mean.
+        frames: Number of evenly spaced frames of a video to score; the reward is the mean over them.
         dtype: Precision of the base model; released in bfloat16.
-        batch_size: Images in the model at once.
-        device: Device of the model; `auto` takes the GPU if there is one.
+        batch_size: Number of images per forward pass.
+        device: Device of the model; `auto` is the GPU if there is one, else the CPU.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from mmrl.diffusion.image_io import to_pil
 from mmrl.rewards.frames import mean_over_frames
 from mmrl.runtime.modules import model_source
 
-MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the published head's output
+MEAN, STD = 0.16717362830052426, 1.0333394966054072  # mean and deviation of the published head's output
 MAX_TOKENS = 35  # tokens of the prompt that are read
 HEAD_SIZE = 64  # size of an attention head in every BLIP, in both encoders
 MEAN_COLOUR, STD_COLOUR = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -35,9 +35,9 @@ class ImageReward:
         weights: `ImageReward.pt`: a file, or `owner/name:file` of the hub. Its names are mapped onto the BLIP
             of transformers; a file with other names is refused.
         tokenizer: Folder or hub id of the tokenizer.
-        frames: Frames of a video to score, evenly from the first to the last; the reward is their mean.
-        batch_size: Images or prompts in the model at once.
-        device: Device of the model; `auto` takes the GPU if there is one.
+        frames: Number of evenly spaced frames of a video to score; the reward is the mean over them.
+        batch_size: Number of images or prompts per forward pass.
+        device: Device of the model; `auto` is the GPU if there is one, else the CPU.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ImageReward:
 
 
 class BlipScorer(nn.Module):
-    """BLIP's two encoders and the head, sized by the published weights."""
+    """BLIP's two encoders and the head; the published weights determine their sizes."""
 
     def __init__(self, published: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class BlipScorer(nn.Module):
         state = rename(published)
         with base.explained("image_reward: these are not the weights of ImageReward.pt", errors=(KeyError,)):
             patches = state["vision.embeddings.patch_embedding.weight"]  # (width, 3, patch, patch)
-            num_patches = state["vision.embeddings.position_embedding"].shape[1] - 1  # minus class token
+            num_patches = state["vision.embeddings.position_embedding"].shape[1] - 1  # without class token
             self.vocabulary, text_width = state["text.embeddings.word_embeddings.weight"].shape
             max_length = len(state["text.embeddings.position_embeddings.weight"])
             vision_mlp = len(state["vision.encoder.layers.0.mlp.fc1.weight"])

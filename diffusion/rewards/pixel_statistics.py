@@ -34,7 +34,7 @@ def jpeg_compressibility(
 
     Args:
         form: `incompressible`: the size. `compressible`: minus the size divided by 500.
-        frames: Frames of a video to compress, evenly from the first to the last; the reward is their mean.
+        frames: Number of evenly spaced frames of a video to compress; the reward is the mean over them.
     """
 
     def score(prompts: Sequence[Prompt], outcomes: Sequence[Outcome]) -> list[float]:
@@ -81,7 +81,7 @@ def pairwise_diversity(
         even_frames(frames_of(prompt, outcome), frames)
         for prompt, outcome in zip(prompts, outcomes, strict=True)
     ]
-    groups: dict[tuple, list[int]] = {}  # indices by prompt, step and number of frames
+    groups: dict[tuple, list[int]] = {}  # maps (prompt, step, number of frames) to indices
     for i, (prompt, outcome) in enumerate(zip(prompts, outcomes, strict=True)):
         groups.setdefault((prompt.uid, outcome.end, len(images[i])), []).append(i)
     values: list[float | None] = [None] * len(outcomes)
@@ -89,7 +89,7 @@ def pairwise_diversity(
         if len(members) < 2:
             continue
         small = torch.stack([adaptive_avg_pool2d(images[i].double() / 255, size).flatten() for i in members])
-        # Not by matrix product, whose rounding would give identical images a distance.
+        # Do not use a matrix product, whose rounding would give identical images a distance above 0.
         gaps = torch.cdist(small, small, compute_mode="donot_use_mm_for_euclid_dist") / small.shape[1] ** 0.5
         for row, i in enumerate(members):
             values[i] = float(gaps[row].sum() / (len(members) - 1))

@@ -136,7 +136,7 @@ class ScoredImages(Scored):
 class QwenScorer(nn.Module):
     """A Qwen2-VL or Qwen2.5-VL without language head, and the heads of a reward model.
 
-    As in the released code, all tokens, also of images, have consecutive one-dimensional rotary positions.
+    As in the released code, all tokens, even those of images, have the one-dimensional positions 0, 1, 2 ...
 
     Args:
         reward: Name of the reward, for errors.

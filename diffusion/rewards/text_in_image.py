@@ -46,7 +46,7 @@ class TextInImage:
             in the prompt.
     """
 
-    column: str = ""  # empty: the prompt's quotes
+    column: str = ""  # empty: the prompt quotes the wanted text
 
     def __init__(self, *, recogniser: str = "", column: str = "") -> None:
         self.column = column
@@ -145,7 +145,7 @@ def _end(text: str, at: int, pairs: Mapping[str, str]) -> int:
         if text[end] not in pairs[mark]:
             continue
         inside, after = text[end - 1], text[end + 1 : end + 2]
-        word = text[end] in "'’" and after.isalnum()  # apostrophe, as in don't
+        word = text[end] in "'’" and after.isalnum()  # the mark is an apostrophe, as in don't
         inches = text[end] == '"' and inside.isdigit() and text[end + 1 :].count('"') % 2
         if end > at + 1 and (word or inches or (pairs is SINGLE and inside.isspace())):
             continue
@@ -185,7 +185,7 @@ def rapid_ocr() -> Recogniser:
         ) from error
 
     def recognise(image: Tensor) -> list[tuple[str, float]]:
-        # rapidocr takes BGR, channels last
+        # rapidocr takes BGR images with channels last.
         result = engine(image.flip(0).permute(1, 2, 0).contiguous().cpu().numpy())
         return list(zip(result.txts or (), result.scores or (), strict=True))
 

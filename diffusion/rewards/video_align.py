@@ -22,7 +22,7 @@ from mmrl.runtime.modules import DTYPES
 AXES = ("VQ", "MQ", "TA")  # visual quality, motion quality, text alignment
 TOKENS = tuple(f"<|{axis}_reward|>" for axis in AXES)
 MIN_PIXELS = 128 * 28 * 28  # per frame; the maximum is in the published configuration
-FEWEST, MOST = 4, 768  # limits of the number of frames
+FEWEST, MOST = 4, 768  # minimum and maximum number of frames
 
 
 @reward(inputs=RewardInputs(frozenset({"video"}), min_frames=2))
@@ -41,8 +41,8 @@ class VideoAlign(Scored):
         axis: `VQ`, `MQ` or `TA`, or `Overall`, their sum.
         fps: Frames per second that the model sees; null is the published rate, 2.
         dtype: Precision of model and head; released in bfloat16.
-        batch_size: Videos in the model at once.
-        device: Device of the model; `auto` takes the GPU if there is one.
+        batch_size: Number of videos per forward pass.
+        device: Device of the model; `auto` is the GPU if there is one, else the CPU.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class VideoAlign(Scored):
         return (values.sum(1) if self.axis == "Overall" else values[:, AXES.index(self.axis)]).tolist()
 
     def _video(self, prompt: Prompt, outcome: Outcome) -> Tensor:
-        """Select the number of frames of the released code, and resize them: (F, 3, height, width) uint8."""
+        """Select as many frames as the released code, and resize them: (F, 3, height, width) uint8."""
         from torchvision.transforms.functional import InterpolationMode
         from torchvision.transforms.functional import resize as resize_frames
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize

@@ -42,8 +42,8 @@ class DynamicDegree:
     Args:
         weights: File of torchvision's `raft_large`, or `owner/name:file` of the hub. Null: the weights
             `C_T_V1` from download.pytorch.org, which are the published ones that VBench uses.
-        batch_size: Pairs of frames in the network at once.
-        device: Device of the network; `auto` takes the GPU if there is one.
+        batch_size: Number of pairs of frames per forward pass.
+        device: Device of the network; `auto` is the GPU if there is one, else the CPU.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class MotionSmoothness:
     Args:
         interpolate: Function `package.module:function` of your network. It maps frames before and after,
             (B, 3, height, width) in [0, 1], to the frames in between, of the same shape.
-        batch_size: Pairs of frames in the network at once.
+        batch_size: Number of pairs of frames per forward pass.
     """
 
     def __init__(self, *, interpolate: str, batch_size: PositiveInt = 8) -> None:

@@ -209,7 +209,7 @@ class UnifiedReward(Written):
         return [scores if isinstance(scores, Unread) else of(scores) for scores in replies]
 
     def _shown(self, prompt: Prompt, outcome: Outcome) -> Sequence[Media]:
-        """Return the images for the model: of a video, evenly spaced frames, without duplicates."""
+        """Return the images that the model sees; a video gives evenly spaced frames without duplicates."""
         frames = frames_of(prompt, outcome)
         if (outcome.video is None) == (self.form == "video"):
             kind = "videos" if self.form == "video" else "images"

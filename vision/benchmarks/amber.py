@@ -1,4 +1,4 @@
-"""AMBER (arXiv 2311.07397): word lists and object counts of descriptions."""
+"""AMBER, a benchmark of hallucinations (arXiv 2311.07397): its word lists, and object counts of texts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Words:
 
     `nouns` extracts the nouns of a text as lemmas; AMBER's script uses nltk. The default returns all words in
     the singular, because only words of `vocabulary` are counted (our reading). `similar` decides whether two
-    words have about the same meaning. AMBER uses spaCy's vectors (cosine above 0.8); the default is never.
+    words have about the same meaning. AMBER uses spaCy's vectors (cosine above 0.8); by default none do.
     """
 
     association: Mapping[str, Sequence[str]]
@@ -75,7 +75,7 @@ class AmberScene:
     def _named(self, objects: Sequence[str], noun: str, same: Callable[[str, str], bool]) -> set[int]:
         """Return the index of the object that a noun names, as a set with at most one element.
 
-        As in AMBER's script, the associated words of all objects are compared before all object names.
+        As in AMBER's script, the associated words of all objects are tried first, then the object names.
         """
         words = [(word, i) for i, name in enumerate(objects) for word in self.words.association.get(name, ())]
         words += [(name, i) for i, name in enumerate(objects)]

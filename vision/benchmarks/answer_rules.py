@@ -16,7 +16,7 @@ from typing import Literal
 from mmrl.core.edit_distance import levenshtein
 
 Benchmark = Literal["mmmu", "mathvista", "mmbench", "ocrbench", "chartqa", "video_mme", "mvbench"]
-Verdict = tuple[bool, bool]  # right, parsed
+Verdict = tuple[bool, bool]  # (whether the answer is right, whether the rule found an answer)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Question:
 # ---- MMMU (arXiv 2311.16502)
 
 CLUES = ("could be ", "so ", "is ", "thus ", "therefore ", "final ", "answer ", "result ")
-# Equivalent to the published patterns for texts in lower case, but not quadratic on long digit strings.
+# Match as the published patterns do in texts in lower case, without quadratic time on long digit strings.
 NUMBERS = [
     re.compile(pattern)
     for pattern in (
@@ -60,10 +60,10 @@ NUMBERS = [
 
 
 def mmmu(text: str, question: Question) -> Verdict:
-    """Apply MMMU's rules. For a text without a choice, a letter is drawn at random, from the question's id.
+    """Apply MMMU's rules. If a text names no choice, a random letter, seeded by the question's id, is judged.
 
-    MMMU's draw depends on the order of the answers. An open question is right if a number of the answer
-    equals the target to two decimals, or a key phrase of the answer contains it.
+    In MMMU's own code, the random letter depends on the order of the answers. The answer to an open question
+    is right if a number in it equals the target to two decimals, or a key phrase in it contains the target.
     """
     if question.choices:
         letter = mmmu_letter(text, question)
@@ -77,7 +77,7 @@ def mmmu(text: str, question: Question) -> Verdict:
 
 
 def mmmu_letter(text: str, question: Question) -> str | None:
-    """Find a choice's letter: the last `(A)`, else the last ` A `, else (long texts) the choice's text."""
+    """Find a choice's letter: the last `(A)`, else the last ` A `, else in long texts the choice's text."""
     for mark in ",.!?;:'":
         text = text.strip(mark)
     text = f" {text} "
@@ -113,7 +113,7 @@ def _last(places: Mapping[str, int]) -> str | None:
 
 
 def _normal(text: str) -> list[str | float]:
-    """Round a number to two decimals; add blanks to a single letter, so that it matches no longer word."""
+    """Round a number to two decimals; add a blank to a single letter, so that it is not found in words."""
     text = text.strip()
     try:
         return [round(float(text.replace(",", "")), 2)]
@@ -167,7 +167,7 @@ def mathvista_normal(answer: str, question: Question) -> str | None:
     return answer
 
 
-# ---- MMBench (arXiv 2307.06281), as VLMEvalKit matches answers exactly
+# ---- MMBench (arXiv 2307.06281), with the exact matching of VLMEvalKit
 
 REFUSALS = (
     "Sorry, I can't help with images of people yet.",
@@ -185,7 +185,7 @@ def mmbench(text: str, question: Question) -> Verdict:
 
 
 def mmbench_letter(text: str, question: Question) -> str | None:
-    """Find the chosen letter: a letter alone, or the only choice whose text occurs; Z for a refusal."""
+    """Find the chosen letter: a letter alone, or the only choice whose text occurs; Z if it refuses."""
     if "Failed to obtain answer via API" not in text:
         if any(refusal in text for refusal in REFUSALS):
             return "Z"
@@ -279,7 +279,7 @@ RULES: dict[Benchmark, Callable[[str, Question], Verdict]] = {
 
 
 def own_answer(benchmark: Benchmark, question: Question) -> tuple[str, ...]:
-    """Write each right answer of a question in a form that the rule of its benchmark reads."""
+    """Format every right answer to a question so that the scoring rule of its benchmark accepts it."""
     named = zip(question.letters, question.choices, strict=True)
     letters = tuple(f"({letter})" for letter, choice in named if choice in question.answers)[-1:]
     if benchmark == "mathvista":

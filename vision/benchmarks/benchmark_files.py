@@ -44,7 +44,7 @@ def read_json(path: Path, wanted: type[list] | type[dict]) -> Any:
 def read_coco(instances: Sequence[str], captions: Sequence[str], ontology: Ontology) -> dict[str, CocoImage]:
     """Collect the object classes of every image from COCO instances and reference captions, as CHAIR does."""
     images: dict[str, CocoImage] = {}
-    for i, source in enumerate((*instances, *captions)):  # captions last: they extend images with instances
+    for i, source in enumerate((*instances, *captions)):  # captions last: they add to images with instances
         raw, form = read_json(Path(source), dict), "instances" if i < len(instances) else "captions"
         try:
             if form == "instances":
@@ -100,6 +100,6 @@ def attach_answers(
     """Attach precomputed answers from the file `source` to prompts; without a file, change nothing."""
     if not source:
         return prompts
-    # An answer without a prompt is an error, unless `limit` cut the prompts.
+    # An answer without a prompt is an error, unless `limit` is set and may have left its prompt out.
     uids = {prompt.uid for prompt in prompts}
     return with_answers(prompts, {uid: a for uid, a in answers.items() if not limit or uid in uids}, source)

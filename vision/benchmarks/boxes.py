@@ -89,7 +89,7 @@ def parse_point(text: str) -> tuple[float, float] | None:
     searched = spelled(answer_part(text))
     point, corners = _POINT.search(searched), _BOX.search(searched)
     if point and corners and point.start() == corners.start():
-        point = None  # it is the first corner of a box
+        point = None  # these numbers are the first corner of a box
     if point and math.isfinite(float(point[1])) and math.isfinite(float(point[2])):
         return float(point[1]), float(point[2])
     box = parse_box(text)

@@ -26,7 +26,7 @@ ROLES = {"human": "user", "gpt": "assistant"} | {
 }
 # Columns of mmrl that have other names or another structure in the other toolkits.
 OURS = ("question", "prompt", "messages", "system", "answer", "answers", "completion", "chosen", "rejected")
-OURS = (*OURS, "label", "choices")  # besides `media_columns()`
+OURS = (*OURS, "label", "choices")  # `media_columns()` gives the columns of media
 Slots = list[tuple[str, Any]]  # (kind, file or None) of every media placeholder in a text
 Row = Mapping[str, Any]
 Toolkit = Literal["mmrl", "verl", "ms_swift", "llama_factory"]
@@ -44,7 +44,7 @@ NAMES: dict[str, Toolkit] = {
     # LLaMA-Factory reads rows of LLaVA and ShareGPT directly.
     **dict.fromkeys(("llamafactory", "hiyougallamafactory", "llava", "sharegpt"), "llama_factory"),
 }
-# Per toolkit: columns with messages; columns with question and answer, for rows without messages.
+# Maps a toolkit to its columns of messages, and to its columns of question and answer in other rows.
 CONVERSATIONS = {
     "verl": (("prompt",), (), ""),
     "ms_swift": (("messages",), ("query",), "response"),
@@ -269,7 +269,7 @@ def _text_of(content: Any) -> tuple[str, Slots]:
     """Convert a message's content to text with a mark per medium; also return its media placeholders."""
     words: list[str] = []
     slots: Slots = []
-    for part in [None] if content is None else _listed(content):  # None: error below
+    for part in [None] if content is None else _listed(content):  # None causes the error below
         match plain_part(part):
             case str(piece):
                 words.append(piece)

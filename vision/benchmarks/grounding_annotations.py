@@ -76,7 +76,7 @@ class Annotations:
     def __init__(
         self, path: Path, form: Form = "jsonl", durations: str = "", extension: str = ".mp4"
     ) -> None:
-        # These formats have file names; the others have video ids.
+        # Rows of these formats contain file names; rows of the other formats contain video ids.
         named = form in ("jsonl", "tvgbench")
         self.path, self.form, self.extension = path, form, "" if named else extension
         self.lengths: dict[str, float] = {}
@@ -120,7 +120,7 @@ class Annotations:
 
 
 def spans_of(columns: Columns, names: tuple[str, ...]) -> tuple[Span, ...]:
-    """List the spans of a row in seconds, from the first of the columns `names`, or `start` and `end`."""
+    """List the spans of a row in seconds, from the first given column of `names`, or `start` and `end`."""
     name = next((name for name in names if columns.get(name) is not None), "span")
     pairs = [] if name == "span" else listed(columns[name], name)
     ends = columns.get("start"), columns.get("end")

@@ -18,7 +18,7 @@ from mmrl.vision.media.prompts import answer_of
 
 Columns = Mapping[str, Any]
 ROTATION = 1_000_000  # offset of MMBench's `index` between rotations of a question
-IMAGES = range(1, 8)  # numbers of MMMU's columns of images
+IMAGES = range(1, 8)  # MMMU's image columns are numbered from 1 to 7
 # Folders in MVBench's video archives, with the tasks that use them.
 FOLDERS = {
     "star/Charades_v1_480": "action_sequence action_prediction object_interaction",
@@ -47,7 +47,7 @@ class Item:
         answers: Right answers; empty if the row has no published answer.
         choices: Texts of the choices A, B, ...; empty for an open question.
         media: (kind, value in the row, mark in the text); "" as mark: the medium precedes the question.
-        named: Columns that scoring rules, and the option `where` of rewards, read.
+        named: Columns for the scoring rules, and for the option `where` of rewards.
         cluster: Name shared by dependent rows: rotations of a question, or questions about one video.
         image_of: The id of the earlier row whose image this row shows.
         bounds: First and last second of the video to show.
@@ -81,7 +81,7 @@ class Format:
     line: str = "({letter}) {choice}"
 
     def words(self, item: Item) -> dict[str, Any]:
-        """Return what fills the fields of the templates for a question, other than columns and subtitles."""
+        """Return the values of the template fields for a question, except subtitles and further columns."""
         lines = [self.line.format(letter=chr(65 + i), choice=choice) for i, choice in enumerate(item.choices)]
         return {"hint": "", **item.named, "question": item.question, "choices": "\n".join(lines)}
 
@@ -96,7 +96,7 @@ def benchmark_rows(path: Path, name: Benchmark) -> Iterator[DataRow]:
 
 
 def mmmu(columns: Columns, row: DataRow, place: int) -> Item:
-    """Parse a row of MMMU (arXiv 2311.16502): `options` and several answers are Python lists in texts."""
+    """Parse a row of MMMU (arXiv 2311.16502): `options` and several answers are Python lists as text."""
     uid, kind = text(columns.get("id"), "id"), text(columns.get("question_type"), "question_type")
     choices = _texts(columns.get("options"), "options") if kind == "multiple-choice" else ()
     answers = () if columns.get("answer") in (None, "", "?") else _texts(columns["answer"], "answer")
@@ -129,7 +129,7 @@ def mathvista(columns: Columns, row: DataRow, place: int) -> Item:
 
 
 def mmbench(columns: Columns, row: DataRow, place: int) -> Item:
-    """Parse a row of MMBench (arXiv 2307.06281): an image in base64, or the `index` of a row with it."""
+    """Parse an MMBench row (arXiv 2307.06281): its image in base64, or the `index` of the row that has it."""
     index = number(columns.get("index"), "index")
     if index % 1 or index < 0:
         raise RowError(f"wanted a whole number as `index`, got {short(columns['index'])}")
@@ -188,7 +188,7 @@ def video_mme(columns: Columns, row: DataRow, place: int) -> Item:
 
 
 def mvbench(columns: Columns, row: DataRow, place: int) -> Item:
-    """Parse a row of MVBench (arXiv 2311.17005); the file name is the task, which has a video folder."""
+    """Parse a row of MVBench (arXiv 2311.17005); the file name is the task, which sets the video folder."""
     if row.split not in FOLDER_OF:
         raise RowError(f"'{row.split}' is no task of MVBench; its files are named {', '.join(FOLDER_OF)}")
     choices, answer = _texts(columns.get("candidates"), "candidates"), text(columns.get("answer"), "answer")
@@ -202,12 +202,12 @@ def mvbench(columns: Columns, row: DataRow, place: int) -> Item:
 
 
 def _first(columns: Columns, *names: str) -> Any:
-    """Return the first of the columns that has content; None if none has."""
+    """Return the value of the first of these columns that has content; None if all are empty."""
     return next((columns[name] for name in names if has_content(columns.get(name))), None)
 
 
 def _texts(value: Any, name: str) -> tuple[str, ...]:
-    """Read a list of texts, a text with a Python list, or a text alone."""
+    """Convert a list, a text that contains a Python list, or a single text to a tuple of texts."""
     values = value
     if isinstance(value, str):
         try:
@@ -218,7 +218,7 @@ def _texts(value: Any, name: str) -> tuple[str, ...]:
 
 
 def _letters(answers: tuple[str, ...], choices: tuple[str, ...]) -> tuple[str, ...]:
-    """Check that answers are letters of the choices, and that these are at most 26."""
+    """Check that there are at most 26 choices, and that every answer is the letter of a choice."""
     letters = ascii_uppercase[: len(choices)]
     if len(choices) > len(letters) or not all(len(answer) == 1 and answer in letters for answer in answers):
         raise RowError(

@@ -37,7 +37,7 @@ def refcoco_rows(path: Path, instances: str = "", split: str = "") -> Iterator[D
             yield row
         for i, columns in enumerate(found):
             place = row.place if len(found) == 1 else f"{row.place}#{i}"
-            # No random access: several rows come from one line of the file.
+            # The rows have no random access, because several of them come from one line of the file.
             yield DataRow(place, row.split, columns)
 
 

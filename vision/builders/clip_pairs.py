@@ -44,7 +44,7 @@ from mmrl.vision.preference.select import (
 )
 
 DESCRIBE = ("Describe this image in detail.",)
-# Default engines: one answer with hallucination ratio 0.6 (contrastive decoding) and one with 0 (plain).
+# Default engines. They give one answer with hallucination ratio 0 (plain decoding) and one with 0.6.
 DIAL = (
     {"name": "vision.generate", "max_completion_length": 256, "batch_size": 32},
     {
@@ -190,7 +190,7 @@ class ClipPairs:
         # Thresholds depend on all score gaps, so the shards are read twice, one at a time.
         gaps = [pair.gap for pair in pairs() if not pair.fault]
         selector = PairSelector(self.rule, self.rule.thresholds(gaps), self.stream)
-        # Count selected pairs; a `random` coin decides only between keep and reverse, so any value will do.
+        # Count the selected pairs. A coin decides only between keeping and reversing, so any value will do.
         count = sum(self.rule.judge(gap, selector.thresholds, 0.0) in SELECTED for gap in gaps)
         if not count:
             reasons = [

@@ -97,7 +97,7 @@ class Dl3dvPairs:
                 scene = read_scene(folder, self.images)
                 rows = [self._row(scene, *pair, media) for pair in self._pairs(scene)]
                 missing += len(scene.missing)
-                # Seeded by the scene's name, so that its split does not depend on other scenes.
+                # Seed with the scene's name, so that its split does not depend on other scenes.
                 draw = torch.rand((), generator=self.stream.fixed("split", scene.name))
                 split = "test" if float(draw) < self.test_share else "train"
                 for row in rows:

@@ -13,7 +13,7 @@ from mmrl.vision.builders.tiny_models import TinyModel, tiny_tokenizer
 
 @dataclass(kw_only=True)
 class TinyImageWriter(TinyModel):
-    """Base class: options of the VQ autoencoder."""
+    """Base class of these builders: options of the VQ autoencoder, the tokenizer and the chat template."""
 
     codes: PositiveInt = 64
     levels: PositiveInt = 3
@@ -36,7 +36,7 @@ class TinyImageWriter(TinyModel):
         return tokenizer
 
     def image_template(self) -> str:
-        """Return the chat template with the placeholder of images."""
+        """Return the chat template with `<image>` as the placeholder of images."""
         return self.template.replace("PLACEHOLDER", "<image>")
 
     def vq_config(self) -> dict[str, Any]:

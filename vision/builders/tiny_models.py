@@ -376,7 +376,7 @@ class TinyLlava(TinyModel):
         return self.write("tiny_llava", LlavaForConditionalGeneration, config, processor, output)
 
     def initialized(self, model: Any) -> Any:
-        """Rescale position embeddings and projector; models with large patches else learn positions late."""
+        """Rescale position embeddings and projector; else models with large patches learn positions late."""
         model.model.vision_tower.embeddings.position_embedding.weight.data *= self.position_init / CLIP_INIT
         for layer in (model.model.multi_modal_projector.linear_1, model.model.multi_modal_projector.linear_2):
             layer.weight.data *= self.init / CLIP_INIT

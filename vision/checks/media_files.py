@@ -32,7 +32,7 @@ def unreadable_media(rows: Rows) -> Iterator[Finding]:
     def fault(ref: MediaRef) -> str:
         try:
             root.medium(ref, "the row", THUMBNAILS).load()
-        except (ValueError, OSError) as error:  # media errors, and invalid file names
+        except (ValueError, OSError) as error:  # raised by broken media, or for invalid file names
             return str(error)
         return ""
 

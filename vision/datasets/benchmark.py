@@ -60,7 +60,7 @@ def benchmark(
             `{subtitles}` (Video-MME), or any other column; empty: the benchmark's own.
         open_prompt: Template for questions without choices; empty: the benchmark's own.
         extension: Suffix that is appended to Video-MME's `videoID`.
-        subtitles: Folder of Video-MME's subtitles, `<videoID>.srt`; those of the sampled frames are shown.
+        subtitles: Folder of Video-MME's subtitles, `<videoID>.srt`; the prompt has those at sampled frames.
         frames_per_second: Sampling rate of video frames.
         max_frames: Maximum number of frames per video.
         total_pixels: Maximum number of pixels of all frames of a video; 0: no limit.
@@ -96,19 +96,19 @@ def benchmark(
 
 @dataclass
 class _Shown:
-    """Finds media and subtitles of rows; with `scored` (recorded answers), files need not exist."""
+    """Finds the media and subtitles of rows. If recorded answers are `scored`, files need not exist."""
 
     media: MediaRoot
     sampling: FrameSampling
     folder: Path | None
     extension: str
     scored: bool
-    images: dict[str, Media] = field(default_factory=dict)  # by id of the row
-    missing: set[str] = field(default_factory=set)  # videos without subtitles
-    rotations: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # rows of a question
+    images: dict[str, Media] = field(default_factory=dict)  # maps the id of a row to its image
+    missing: set[str] = field(default_factory=set)  # names of videos without subtitles
+    rotations: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # question -> its rows
 
     def placed(self, item: Item, text: str, place: str) -> tuple[str, list[Media]]:
-        """Return a prompt with placeholders for its media, and the media in their order."""
+        """Return the text of a prompt with placeholders for its media, and the media in the same order."""
         if item.image_of:
             if item.image_of not in self.images:
                 raise RowError(f"it shows the image of row {item.image_of}, which is not before it")

@@ -108,7 +108,7 @@ def boxes(
 
 
 def _check_format(format: str, selects: str, describes: bool) -> None:
-    """Raise ValueError for options of one format with the other format."""
+    """Raise ValueError for an option that the chosen `format` does not read."""
     if format == "rows" and selects:
         raise ValueError("`instances` and `split` of `vision.boxes` are for `format: refcoco`")
     if format == "refcoco" and describes:
@@ -125,9 +125,9 @@ def _prompt(
     template: str,
     demo: str,
 ) -> Prompt:
-    """Make the prompt of a row from its columns, image and target boxes; `words` fill the template."""
+    """Make the prompt of a row from its columns, image and target boxes; `words` are more template fields."""
     words = {**row.others, **fields, **words}
-    # In conversations, the question is already the whole prompt: no template.
+    # The question of `conversations` is already the whole prompt, so apply no template.
     asked = fields.get("conversations") is not None
     question = words["query"] if asked else fill_template(template, words)
     messages = (Message("user", interleaved(question, [shown])),)

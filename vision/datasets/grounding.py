@@ -70,7 +70,7 @@ def grounding(
         prompt: Template of the prompt, with `{query}`.
         reasoning: Fraction of the prompts that ask the model to think first, chosen by seed and row id.
         reasoning_prompt: Template of the prompts that ask the model to think first.
-        demo_think: Thought of demonstrations. `none`: no demonstration; `provided`: the column `reasoning`.
+        demo_think: Thought in demonstrations. `none`: no demonstration; `provided`: the column `reasoning`.
         decimals: Number of decimals of the seconds in demonstrations.
         normalize_text: Whether to lower-case queries and to remove a final full stop, as in Time-R1.
         trim_spans: Whether to clip spans to the duration of their video; official evaluators do not.

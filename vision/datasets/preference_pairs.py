@@ -148,7 +148,7 @@ def _each_rejected(row: DataRow) -> Iterator[DataRow]:
 
 
 def _recorded(columns: Mapping[str, Any]) -> Iterator[Mapping[str, float]]:
-    """Yield what the chosen and the rejected answer record: whether it is preferred, and its score."""
+    """Yield the record of the chosen, then of the rejected answer: whether it is preferred, and its score."""
     names = [f"score_{side}" for side in SIDES]
     given = [has_content(columns.get(name)) for name in names]
     if any(given) and not all(given):

@@ -30,7 +30,7 @@ EXPORTED = ("conversations", "chosen_answer", "rejected_answer")  # copy of the 
 REJECTED = ("rejected_response", "rejected_messages")  # columns of ms-swift
 OURS = (*ASKED, "messages")
 TRUTHS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
-# Per toolkit: its columns of a question and an answer besides OURS.
+# Maps a toolkit to its columns of question and answer that OURS does not contain.
 THEIRS = {
     "llama_factory": ("conversations", "instruction", "input", "output", "history"),
     "ms_swift": ("query", "response", "history", *REJECTED),
@@ -43,7 +43,7 @@ OTHER_MEDIA = {f"rejected_{modality.columns[1]}": kind for kind, modality in MOD
 
 @dataclass(frozen=True)
 class RowMedia:
-    """Media of a row from its columns, with those that replace them for the rejected answer (ms-swift).
+    """Media in the columns of a row, and the media that replace them for the rejected answer (ms-swift).
 
     Args:
         root: Folder of the media.
@@ -137,7 +137,7 @@ def question_and_answer(columns: Mapping[str, Any]) -> tuple[Any, Any]:
 def label_of(columns: Mapping[str, Any]) -> float:
     """Return 1.0 for a desirable answer and -1.0 for an undesirable one, from `label` or `kto_tag`.
 
-    Raises `RowError` for a missing label, and unless it is true, false, 1 or 0, as such or as text (CSV).
+    Raises `RowError` unless the label is true, false, 1 or 0, or one of these as text (in CSV files).
     """
     names = [name for name in ("label", "kto_tag") if has_content(columns.get(name))]
     labels = [_truth(columns[name], name) for name in names]

@@ -47,7 +47,7 @@ def unpaired_preferences(
     user; of these, the turns of the assistant are trained on. `system`, `tools` and media are as in
     `vision.preference_pairs`. The answer records `label`: 1 for a desirable answer, else -1.
 
-    KTO (arXiv 2402.01306) learns from them with `methods/preference/kto.yaml`, the reward
+    KTO (arXiv 2402.01306) learns from such answers with `methods/preference/kto.yaml`, the reward
     `{name: precomputed, key: label}`, the chain `[total, kto_kl_rows]` and `num_generations: 2`.
 
     Args:

@@ -20,7 +20,7 @@ from mmrl.data.video import FrameSampling
 from mmrl.vision.media.prompts import answers_of, lettered
 
 log = logging.getLogger("mmrl")
-DRAWN = tuple(name for name in EITHER if name not in ("chosen", "rejected"))  # media of prompts
+DRAWN = tuple(name for name in EITHER if name not in ("chosen", "rejected"))  # prompt media columns
 READS = ("question", ("answer", "answers"), "choices", "system", *DRAWN)
 
 

@@ -73,7 +73,7 @@ class Taught:
                 continue
             mine = {name: column[rows] for name, column in self.columns.items()}
             if teacher.head is not None:
-                states = mine["hidden"][:, : teacher.head.weight.shape[1]]  # drop padding to a larger width
+                states = mine["hidden"][:, : teacher.head.weight.shape[1]]  # drop the states' padding
                 value = over_vocabulary(teacher, logits[rows], read(teacher.head, states, rows))
             else:
                 value = over_support(teacher, logits[rows], ids[rows], forbidden, mine)
@@ -84,7 +84,7 @@ class Taught:
         """Add span divergences to `values` (N, T), at the last token of each span; `logp` is the policy's."""
         for number, teacher in enumerate(self.teachers):
             if teacher.align and (mine := self.columns["teacher"] == number).any():
-                # Replace by 0: rows of other teachers may hold NaN in these columns.
+                # Replace NaN by 0: rows of other teachers may hold NaN in these columns.
                 span, span_logp = self.columns["span"] * mine, self.columns["span_logp"].where(mine, 0.0)
                 values = values + over_spans(teacher, logp, span, span_logp)
         return values
@@ -136,8 +136,8 @@ def over_support(
 ) -> Tensor:
     """Compute the divergence (m,) on the teacher's likely tokens, and if beta > 0 on the sampled token.
 
-    It equals the divergence of TRL's server trainer for the forward KL, and with one likely token for any
-    beta. Tokens that the policy cannot sample (`forbidden`) belong to the tail.
+    For the forward KL, the result equals the divergence of TRL's server trainer; so it does for any beta if
+    there is one likely token. Tokens that the policy cannot sample (`forbidden`) belong to the tail.
     """
     support, log_q = columns["top_k_ids"].long(), columns["top_k_logp"].to(logits.dtype)
     inside = (support >= 0) & ~torch.isin(support, support.new_tensor(forbidden))

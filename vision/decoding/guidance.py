@@ -46,8 +46,8 @@ class Unconditional:
 class ImageTokens:
     """The image tokens of a vocabulary, and their guidance scale.
 
-    The probability of an image token is a softmax over the image tokens alone, that of any other token over
-    all tokens but the forbidden ones.
+    The probability of an image token is a softmax over the image tokens alone. The probability of any other
+    token is a softmax over all tokens that are not forbidden.
     """
 
     ids: Tensor  # (C,) ids of the image tokens
@@ -73,7 +73,7 @@ def check_guidance(model: str, scale: float, negative_prompt: str) -> None:
         if negative_prompt:
             raise ConfigError("`negative_prompt` is read by guidance only; set `guidance_scale` above 1")
         return
-    config = loading.load_encoder(model).core.config  # without weights
+    config = loading.load_encoder(model).core.config  # loads no weights
     if family_of(config).images is None:
         raise ConfigError(
             f"`guidance_scale` is {scale:g}, but a model of type '{config.model_type}' writes no images; "

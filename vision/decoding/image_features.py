@@ -49,7 +49,7 @@ def distinct_images(
         options |= {GRID: once[GRID]} if GRID in options else {}
         output = compute(*args, **options)
         sizes = [len(x) for x in output.pooler_output]
-        for name in ("pooler_output", "deepstack_features"):  # entries per image, and per layer and image
+        for name in ("pooler_output", "deepstack_features"):  # one entry per image, or per layer and image
             if (value := getattr(output, name, None)) is not None:
                 setattr(output, name, repeat(value, which, sizes))
         return output

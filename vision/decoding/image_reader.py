@@ -1,4 +1,4 @@
-"""The reader of a batch of images: guided logits of image tokens, between forced control tokens."""
+"""Reader for images written as tokens: guided logits of image tokens, and forced control tokens."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from mmrl.vision.models.image_writer import IMAGE
 
 
 class ImageReader:
-    """Computes the guided logits of image tokens, and forces the control tokens of layouts.
+    """Computes the logits of image tokens with guidance, and forces the control tokens between them.
 
     Args:
         reader: Reader of the prompts, texts and begin-of-image tokens of n rows.
         second: Reader of the negative prompt and begin-of-image; None: no guidance.
         scale: Guidance scale.
         ids: Ids (C,) of the image tokens.
-        layouts: Layout (L,) of each row, after begin-of-image.
+        layouts: For each row, the tokens (L,) after begin-of-image: `IMAGE` where an image token is sampled,
+            otherwise the id of a forced control token.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class ImageReader:
     ) -> None:
         self.readers, self.scale = [reader, *([second] if second else [])], scale
         for one in self.readers:
-            one.forbidden = one.forbidden[:0]  # the layout decides
+            one.forbidden = one.forbidden[:0]  # layouts decide which tokens are allowed
         device = reader.prefix.last.device
         self.ids, self.time = ids.to(device), 0
         self.layouts = torch.nn.utils.rnn.pad_sequence(list(layouts), batch_first=True).to(device)

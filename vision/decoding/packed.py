@@ -47,7 +47,7 @@ def check_packing(model: str, packing: bool, attention: str, transform: Any, sp_
 def read_packed(core: nn.Module, steps: TokenSteps) -> Tensor:
     """Compute the hidden states (N, longest, width) that predict tokens, without a KV cache.
 
-    Required by gradient checkpointing, because a recomputed layer must not write to a cache again. A prompt
+    Gradient checkpointing needs this function: a recomputed layer must not write to a cache again. A prompt
     and its answers are one sequence; with `steps.packing`, all rows are one sequence without padding. The
     mask lets a token attend to earlier tokens of its own row only. States after a row's end are arbitrary.
     """
@@ -76,7 +76,7 @@ def read_packed(core: nn.Module, steps: TokenSteps) -> Tensor:
     dtype = core.dtype if attention_of(core.config) == "eager" else None
     windows, before = layer_windows(core.config), tree.before().to(device)
     if steps.packing:
-        install(core.config)  # registers attention within parts
+        install(core.config)  # registers an attention function that keeps parts apart
         lines = all(len(pack) == len({tree.nodes[n].parent for n in pack}) for pack in packs.values())
         options = _masks_of_parts(windows, before, owner[0], index[0], sizes, dtype, causal=lines)
     else:
@@ -96,8 +96,8 @@ def read_packed(core: nn.Module, steps: TokenSteps) -> Tensor:
 def _inputs(tree: PrefixTree, rows: list[list[int]], device: torch.device) -> tuple[Tensor, ...]:
     """Concatenate the nodes of each of P rows and pad them on the left to S tokens.
 
-    Returns token ids (P, S), positions (A axes, P, S), the node of every token (P, S), its index in its own
-    line (P, S), and a bool mask (P, S) that is false for padding.
+    Returns token ids (P, S), positions (A axes, P, S), the node of every token (P, S), its index in
+    prompt and answer (P, S), and a bool mask (P, S) that is false for padding.
     """
 
     def packed(part: Callable[[int], Tensor]) -> Tensor:
@@ -123,10 +123,10 @@ def _masks_of_parts(
     *,
     causal: bool,
 ) -> dict[str, Any]:
-    """Create the model arguments by which parts of one sequence attend only to themselves.
+    """Create the model arguments with which the tokens of a part attend to tokens of the same part only.
 
-    The mask of a layer type holds the masks of all parts in a row: (1, 1, 1, sum of squared `sizes`). It is
-    empty (1, 1, 1, 0) where every part has a plain causal mask: `causal`, and no part exceeds the window.
+    The mask of a layer type is the flattened masks of all parts: (1, 1, 1, sum of squared `sizes`). Bool
+    masks are empty (1, 1, 1, 0) if `causal` and no part exceeds the window: each is then plainly causal.
     """
     masks = {}
     for name, window in windows.items():

@@ -40,10 +40,10 @@ class Prefix:
     last: Tensor  # (P,) id of the last token
     last_position: Tensor  # (A, P) position of the last token
     next_position: Tensor  # (A, P) position of the first token of an answer
-    reading: Callable[[Any], AbstractContextManager]  # config -> context of forward passes
+    reading: Callable[[Any], AbstractContextManager]  # maps a config to the context of forward passes
     length: int = 0  # tokens read since the prefill
     state: Tensor | None = None  # (P, width) hidden state of the last token if it is cached
-    _angles: list[Angles] = field(default_factory=list, init=False)  # one per step, from `_since` on
+    _angles: list[Angles] = field(default_factory=list, init=False)  # of the steps from `_since` on
     _since: int = field(default=0, init=False)
 
     @property
@@ -82,7 +82,7 @@ class Prefix:
         # Token i of an answer has position next_position + i; the last prompt token counts as i = -1.
         steps = torch.arange(self.length - 1, self.length - 1 + ids.shape[1], device=ids.device)
         positions = self.next_position[..., None] + steps if positions is None else positions
-        if not self.length:  # the last prompt token: after a video not always next_position - 1
+        if not self.length:  # the last prompt token; after a video, its position may not be next_position - 1
             positions[..., 0] = self.last_position
         self.length += ids.shape[1]
         self.mask = torch.cat([self.mask, self.mask.new_ones(ids.shape)], 1)

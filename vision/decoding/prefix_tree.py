@@ -17,7 +17,7 @@ from mmrl.kv_cache.layout import placeholder_ids
 from mmrl.vision.models.model_families import family_of
 
 # A prefix gets its own node if this saves at least SAVED tokens, and at least the fraction GAIN of the tokens
-# in and below the node. A node costs one more forward pass, as long as SAVED more tokens in another pass.
+# in and below the node. A node costs one more forward pass, which takes the time of SAVED tokens.
 SAVED, GAIN = 64, 0.05
 ROOT = -1  # the `parent` of root nodes
 
@@ -221,7 +221,7 @@ def media_of(core: nn.Module, ids: Tensor, media: Mapping[str, Tensor], before: 
         return []
     family, located, used = family_of(core.config), [], Counter()
     parts = family.split(media) if family.split else []
-    if media.keys() != {name for part in parts for name in part}:  # some tensors cannot be split by image
+    if media.keys() != {name for part in parts for name in part}:  # unsplittable tensors are one medium
         places = torch.isin(ids, ids.new_tensor(placeholder_ids(core.config))).nonzero()[:, 0].tolist()
         first, last = (places[0], places[-1]) if places else (0, len(ids) - 1)
         return [Medium(media, before + first, before + last + 1)]
@@ -239,7 +239,7 @@ def keys_of(lines: Sequence[Line]) -> list[Tensor]:
     for line in lines:
         ids = line.ids.clone()
         for medium in line.media:
-            # Set the medium's number as key of its whole token range, including text between placeholders.
+            # Use the medium's number as the key of all its tokens, including texts between placeholders.
             ids[medium.first : medium.end] -= (contents.number(medium.tensors) + 1) << 32
         where = line.positions
         if where.is_floating_point():  # view the bits as integers, like the ids
@@ -257,7 +257,7 @@ class _MediaContents:
     """Assigns a number to every medium; media with equal tensors get the same number."""
 
     def __init__(self) -> None:
-        self.seen: dict[int, int] = {}  # maps `id(tensors)` to the number
+        self.seen: dict[int, int] = {}  # maps `id(tensors)` to the medium's number
         self.alike: dict[tuple, list[tuple[int, Mapping[str, Tensor]]]] = {}
         self.count = 0
 

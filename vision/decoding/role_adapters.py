@@ -37,7 +37,7 @@ class RoleSteps(TokenSteps):
 
 
 def check_roles(names: Sequence[str], *, new: bool) -> None:
-    """Raise ConfigError if two roles have one name, or if no new adapters are created (`new` is false)."""
+    """Raise ConfigError if two roles have the same name, or get no new adapters (`new` is false)."""
     if not new or len(set(names)) < len(names):
         raise ConfigError(
             "`roles` of vision.tokens are different names, each of which gets a new adapter, not "
@@ -126,7 +126,7 @@ class RoleAdapters(TrainedPart):
                 at = rows.to(value.device)[:, None], torch.arange(value.shape[1], device=value.device)[None]
                 joined[name] = whole.index_put(at, value)
         if torch.is_grad_enabled():
-            # Add 0 times all adapters: processes need gradients of all, also for roles without rows here.
+            # Add 0 times every adapter: every process needs gradients of all, even of roles without rows.
             absent = [w for name in self.names for w in self.weights[name]]
             joined["logp"] = joined["logp"] + 0.0 * sum(weight.sum() for weight in absent)
         return joined

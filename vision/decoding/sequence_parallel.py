@@ -3,7 +3,7 @@
 Every process has its own rows, as in data parallelism. A group runs the rows of one process after another:
 each process computes a slice of the tokens, and attention exchanges slices of tokens for slices of heads
 (Ulysses, arXiv 2309.14509). Vision towers, embeddings and the head run only on the process of the row.
-So the gradients, summed over processes, equal those of data parallelism, which averages them afterwards.
+So the sum of the gradients over processes is the same as in data parallelism, and is averaged afterwards.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SequenceParallel:
     def __init__(self, core: nn.Module, size: int) -> None:
         self.trunk = cast(Any, getattr(core, "language_model", core))
         self.size, self.rank, self.group = size, 0, None
-        install(core.config)  # attention that calls `attend`
+        install(core.config)  # registers an attention function that calls `attend`
 
     def join(self) -> None:
         """Create the process groups in the first forward pass; every process must call this method."""
@@ -67,7 +67,7 @@ class SequenceParallel:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> tuple[Tensor, None]:
         """Compute causal attention over all tokens from slices (rows, heads, tokens / size, channels)."""
-        if key.shape[1] % self.size:  # heads cannot be divided: repeat them
+        if key.shape[1] % self.size:  # repeat heads that cannot be divided among processes
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         # Rows are padded on the right, so no token attends to padding.
         query, key, value = (self._swap(x, split=1, join=2) for x in (query, key, value))
@@ -117,7 +117,7 @@ class SequenceParallel:
         if sequences is not None:
             first = sequences[0]
             axes = 0 if positions is None else (1 if positions.ndim == 2 else len(positions))
-            # One flag per sequence: exchange gradients only of sequences that the owner trains on.
+            # Bit i of `needs`: whether sequence i needs gradients, which are exchanged only then.
             needs = sum(sequence.requires_grad << i for i, sequence in enumerate(sequences))
             plan = torch.tensor(
                 [*first.shape, len(sequences), axes, needs, DTYPES.index(first.dtype)], device=device

@@ -84,7 +84,7 @@ def find_decoder(core: nn.Module) -> nn.Module | None:
     if any(map(_is_changed, (core, *text.modules()))) or type(text.embed_tokens) is not nn.Embedding:
         return None
     if not _path(core).startswith("transformers."):
-        return None  # unknown classes may differ
+        return None  # unknown classes may compute something else
     plain = all(
         type(layer.self_attn).__name__ == f"{name}Attention"
         and {type(layer.input_layernorm).__name__, type(layer.post_attention_layernorm).__name__}
@@ -167,7 +167,7 @@ class _Layer:
         rows, heads = len(states), self.inputs(self.before(states))
         turned, values = heads.view(rows, -1, 1, self.size).split([self.queries + self.keys, self.keys], 1)
         turned = turned if self.of_heads is None else self.of_heads(turned)
-        # Rotary embedding pairs channel i of the two halves of a head; rolling swaps the halves.
+        # Rotary embedding rotates channels i and i + size / 2 together; rolling swaps the halves of a head.
         turned = torch.addcmul(turned * angles[0], turned.roll(self.size // 2, -1), angles[1])
         queries, keys = turned.to(values.dtype).split([self.queries, self.keys], 1)
         cache.update(keys, values)
@@ -189,7 +189,7 @@ class _Norm:
         self.least = weight.new_tensor(math.sqrt(width * eps))
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.is_cuda or x.dtype != torch.float32:  # fused kernel, float32 inside
+        if x.is_cuda or x.dtype != torch.float32:  # the fused kernel computes in float32 inside
             if x.dtype == self.whole.dtype and self.whole.dim() == 1:
                 return nn.functional.rms_norm(x, x.shape[-1:], self.whole, self.eps)
             return nn.functional.rms_norm(x.float(), x.shape[-1:], eps=self.eps) * self.whole

@@ -70,7 +70,7 @@ class StepModel(nn.Module):
     ) -> None:
         super().__init__()
         self.together, self.images = together, images
-        self.read = part.read if part else None  # not `part`, which is already a submodule
+        self.read = part.read if part else None  # only the method: `part` is already a submodule
         self.model, self.forbidden, self.compute = model, forbidden, compute
         self.checkpointed, self.share, self.blank, self.inner = checkpointed, share, blank or {}, inner
 
@@ -100,7 +100,7 @@ class StepModel(nn.Module):
                 begin = steps.unconditional.begin.to(device)[where[0]]
                 second = self.states(steps.unconditional.steps)[where[0], (where[1] - begin).clamp(min=0)]
             columns = hidden[where], head, ids, temperature
-            # Not with teachers or guidance, whose outputs may differ between equal steps.
+            # Compute equal steps only once, unless teachers or guidance may give them different outputs.
             distinct = steps.tree and taught is None and second is None
             if distinct:
                 first, each = (index.to(device) for index in steps.distinct_steps(inside))
@@ -119,7 +119,7 @@ class StepModel(nn.Module):
 
     @property
     def reads_trees(self) -> bool:
-        """Whether common prefixes that are longer than a prompt are computed once."""
+        """Whether prefixes that rows share beyond their prompt are computed once."""
         return self.share and reads_trees(self.model, packed=self.checkpointed)
 
     def states(self, steps: TokenSteps) -> Tensor:
@@ -127,7 +127,7 @@ class StepModel(nn.Module):
         core = self.model.base_model
         if steps.tree and not self.reads_trees:
             steps = replace(steps, tree=None)
-        # Only with gradients: other passes store no activations, and differ in number between processes.
+        # Divide rows only in passes with gradients: the number of other passes differs between processes.
         if self.together and torch.is_grad_enabled():
             with self.together.active():
                 hidden = read_whole(core, steps)
@@ -136,7 +136,7 @@ class StepModel(nn.Module):
         elif self.checkpointed:
             hidden = read_packed(core, steps)
         else:
-            with onednn(core):  # checkpointing would recompute outside of it
+            with onednn(core):  # not with checkpointing, which recomputes layers outside of this context
                 if steps.packing:
                     hidden = read_packed(core, steps)
                 else:

@@ -112,7 +112,7 @@ def token_ends(tokenizer: Any, ids: Sequence[int], text: str) -> list[int | None
     for number in ids:
         piece = stream.step(tokenizer.backend_tokenizer, int(number)) or ""
         alike = bool(piece) and text.startswith(piece, at)
-        at += len(piece) if alike or not piece else len(text) + 1  # beyond the text: never matches
+        at += len(piece) if alike or not piece else len(text) + 1  # after a mismatch, nothing matches
         ends.append(at if alike else None)
     if ends and max((end for end in ends if end is not None), default=0) < len(text):
         ends[-1] = len(text)

@@ -20,9 +20,9 @@ from mmrl.vision.models.model_families import family_of, types_argument
 def reads_trees(model: nn.Module, *, packed: bool) -> bool:
     """Return whether a model can run prefix trees: in one sequence if `packed`, else with a KV cache."""
     core = model.base_model
-    # Not with pruning (a replaced `forward`), which selects among the visual tokens of a whole prompt.
+    # Exclude pruned models (replaced `forward`), which select among the visual tokens of a whole prompt.
     pruned = any("forward" in vars(part) for part in (core, core.get_decoder()))
-    # Not with sharded weights: processes need equally many passes, but trees differ in depth.
+    # Exclude sharded weights: all processes must run equally many passes, but trees differ in depth.
     return (
         not pruned
         and only_attends(core.config.get_text_config(decoder=True))
@@ -59,7 +59,7 @@ def read_tree(core: nn.Module, tree: PrefixTree) -> tuple[Tensor, list[int]] | N
     cache = _read_roots(core, tree, first, states, device)
     if cache is None:
         return None
-    above = first  # nodes that the cache stores as shared prompts
+    above = first  # numbers of the nodes that the cache stores as shared prompts
     for level in levels:
         place = {number: i for i, number in enumerate(above)}
         cache.batch_select_indices(

@@ -52,7 +52,7 @@ class KeptRow:
             for name, value in self.read.media.items()
         )
         if count >= len(self.read.ids) and begins:
-            return count  # usual case: all media equal
+            return count  # the usual case, in which all media are equal
         after = self.read.next_position + torch.arange(len(self.ids) - len(self.read.ids))
         positions = torch.cat([self.read.positions, after.expand(len(self.read.positions), -1)], 1)
         stored = Line(self.ids, positions, tuple(media_of(core, self.read.ids, self.read.media)))
@@ -75,7 +75,7 @@ class Chunk:
     ids: Tensor  # (n, t), padded on the right
     positions: Tensor  # (A, n, t) on the A rotary axes
     length: Tensor  # (n,) number of tokens without padding
-    media: Sequence[Mapping[str, Tensor]]  # row after row, in token order
+    media: Sequence[Mapping[str, Tensor]]  # media of one row after another, in token order
 
 
 class Turns:

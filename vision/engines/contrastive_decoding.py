@@ -22,7 +22,7 @@ from mmrl.vision.engines.generate import Generate
 from mmrl.vision.media.prompts import add_noise, map_frames, random_crop, without_media
 from mmrl.vision.models.processor import EncodedPrompt
 
-TRIES = 1000  # maximal draws of a ratio; then the ratio is set to `gap` above the previous one
+TRIES = 1000  # maximum number of draws of a ratio; then the ratio is the previous one plus `gap`
 LATEST = 20.0  # upper limit of decay_gamma * t, because exp(20) is far beyond any logit
 
 Mix = Literal["log", "prob"]
@@ -98,9 +98,9 @@ class ContrastiveDecoding:
         return tuple(rows)
 
     def ratio(self, uid: str, index: int) -> float:
-        """Draw the hallucination ratio h of answer `index`, with distance `gap` to the ratio before it."""
+        """Draw the hallucination ratio h of answer `index`, at least `gap` above the one before it."""
         turn, place = divmod(index, len(self.contrast_alpha))
-        generator = self.stream.generator("contrast_alpha", uid, turn)  # independent of other cycles
+        generator = self.stream.generator("contrast_alpha", uid, turn)  # one generator per cycle of ratios
         last = -math.inf
         for mean, std in list(zip(self.contrast_alpha, self.contrast_alpha_std, strict=True))[: place + 1]:
             low, high = (0.0, 1.0) if mean >= 0 else (-math.inf, 0.0)
@@ -118,7 +118,7 @@ class ContrastiveDecoding:
         """Create a reader that runs each row with the image, without it, or both, as its ratio requires."""
         device = self.policy.core.get_input_embeddings().weight.device
         ratio = torch.tensor([self.ratio(row.prompt.uid, row.index) for row in rows], device=device)
-        # Thresholds and decay need p at any ratio.
+        # Thresholds and decay need p even in rows with ratio 1.
         needs_p = self.plausibility_threshold > 0 or self.decay_gamma > 0 or self.confidence_threshold < 1
         distinct = {row.prompt.uid: row for row in rows}
         corrupted = {uid: self._corrupted(row) for uid, row in distinct.items()}
@@ -133,7 +133,7 @@ class ContrastiveDecoding:
 
     def _corrupted(self, row: GenerationRequest) -> EncodedPrompt:
         """Encode the prompt of q: without media, with noised media, or with cropped media."""
-        generator = self.stream.generator("distortion", row.prompt.uid)  # the same for all answers
+        generator = self.stream.generator("distortion", row.prompt.uid)  # same noise for all answers
         encode = self.policy.prompt_encoder.encode
         if self.against == "blind":
             return encode(without_media(row.prompt))
@@ -149,7 +149,8 @@ class ContrastiveDecoding:
 class MixtureReader:
     """Runs each row with the image, without it, or both, depending on its ratio, and mixes the logits.
 
-    `halves` has a pair for p and one for q: mask (n,) of the rows that need it, their reader or None.
+    `halves` is a pair for p and a pair for q. Each has the mask (n,) of the rows that need this distribution,
+    and the reader of these rows, or None if there are none.
     """
 
     def __init__(
@@ -175,7 +176,7 @@ class MixtureReader:
             ratio = torch.where(unsure, ratio, 0.0)
         mixture = mixed(p, q, ratio, settings.mix)
         if settings.plausibility_threshold > 0:
-            # Remove p < threshold * max p, in logarithms. Rows with ratio 0 decode plainly and lose no token.
+            # Remove tokens with p < threshold * max p, but not in rows with ratio 0, which decode plainly.
             limit = p.max(-1, keepdim=True).values + math.log(settings.plausibility_threshold)
             mixture = mixture.masked_fill((p < limit) & (self.ratio[:, None] != 0), FORBIDDEN)
         self.length += 1

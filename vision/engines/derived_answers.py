@@ -26,7 +26,7 @@ from mmrl.vision.media.prompts import without_media
 def answer_half(engine: Engine, prompts: Sequence[Prompt]) -> tuple[Rollouts, dict[str, list[Trajectory]]]:
     """Sample half of the answers to every prompt, rounded up; `prompts` has one entry per answer.
 
-    Returns the rows, and maps the uid of every prompt to the rows from which the other half can be derived.
+    Returns the sampled rows, and a map from the uid of every prompt to the rows to derive the others from.
     """
     distinct = {prompt.uid: prompt for prompt in prompts}
     counts = Counter(prompt.uid for prompt in prompts)
@@ -95,7 +95,7 @@ class ForcedPrefixReader:
         self.logits = torch.empty(0)  # logits of the latest step, before masking
 
     def read(self, token: Tensor | None) -> Tensor:
-        """Append one token to every row; return the next logits, masked except for the next forced token."""
+        """Append one token to every row; return logits that allow only its next forced token, if any."""
         self.logits = logits = self.reader.read(token)
         if self.length < self.forced.shape[1]:
             wanted = self.forced[:, self.length, None]

@@ -88,7 +88,7 @@ class Generate:
             raise ConfigError(
                 "`confidence_top_k` of 1 would be higher where the model is less sure; set 2 or more, or 0"
             )
-        self.more_ends: list[int] = []  # further end tokens
+        self.more_ends: list[int] = []  # end tokens besides those of the encoder
         self.stops = StopStrings(self.stop_strings, self.policy.prompt_encoder)
         self.rollout_policy: TokenPolicy = self.policy
         if self.transform:

@@ -71,7 +71,7 @@ class GenerateImages:
     min_p: ShareBelowOne = 0.0
     batch_size: NonNegativeInt = 0
     notes: ClassVar[frozenset[str]] = frozenset({"logp", "entropy", "token", "temperature"})
-    makes: ClassVar[str] = "images"  # kind of outcomes; commands read it
+    makes: ClassVar[str] = "images"  # kind of outcomes, for commands that write them
 
     def __post_init__(self) -> None:
         self.writer = self.policy.images or ImageWriter(self.policy.prompt_encoder)
@@ -79,10 +79,10 @@ class GenerateImages:
 
     @staticmethod
     def check_learning(policy: Piece, options: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` if the policy's model writes no images, or none of the size in `options`."""
+        """Raise `ConfigError` unless the policy's model can write images of the size in `options`."""
         model = str(policy.options.get("model", ""))
         if not Path(model).expanduser().is_dir():
-            return  # a hub id may not be downloaded yet
+            return  # the model may not be downloaded yet
         encoder = loading.load_encoder(model)
         try:
             ImageWriter(encoder).size(int(options.get("height", 0)), int(options.get("width", 0)))
@@ -172,7 +172,7 @@ class GenerateImages:
         ids, chosen = notes["token"], notes.pop("chosen")
         outcome = replace(self.writer.outcome(ids, chosen), tags={"finish": "stop"})
         temperature = self.temperature or 1.0
-        notes["temperature"] = temperature * chosen.double()  # 0 tells inserted tokens
+        notes["temperature"] = temperature * chosen.double()  # 0 marks inserted tokens
         steps = TokenRow(row.encoded, ids, temperature, chosen)
         return Trajectory(row.prompt, row.prompt.uid, (outcome,), steps, len(ids), notes)
 

@@ -108,7 +108,7 @@ class OpenaiServer(ServedEngine):
     def _written(self) -> Weights:
         if _learned(self.recipe.policy) in self.server_class().takes:
             return super()._written()
-        self.make_folder()  # for lock files only
+        self.make_folder()  # the folder holds lock files only
         return Weights(self.folder, self.writer.version(), False)
 
     def request(

@@ -23,7 +23,7 @@ from mmrl.vision.tools.replies import Answer, Limits, ToolFault, content_of
 
 @dataclass(eq=False)
 class Played(Conversation):
-    """A conversation with an environment.
+    """State of a conversation with an environment.
 
     `reward` is the result of `get_reward`, a number or None; it is NaN before a successful call.
     """
@@ -40,8 +40,8 @@ class WithEnvironments(WithTools):
     Every rollout has its own environment object. `reset(**columns)` gets the columns of the row, and its
     result is appended to the prompt. All public methods but `reset`, `get_reward` and `get_turn_reward` are
     tools, and may change the object. The result of `get_reward()`, if the class has this method, is recorded
-    under the name of the environment, for the reward `precomputed`. The result of `get_turn_reward()`, asked
-    after the calls of a turn, is recorded as `turn_reward` with this turn if `turn_outcomes` is set. Calls of
+    under the name of the environment, for the reward `precomputed`. After the calls of a turn,
+    `get_turn_reward()` is called; with `turn_outcomes`, its result is recorded as `turn_reward`. Calls of
     one conversation run in order. Calls of different conversations run concurrently, also while other
     conversations still generate. Rewards in TRL's format get the objects as `environments`. If a call timed
     out, a placeholder replaces its object: it is false, and reading its attributes is an error. Everything

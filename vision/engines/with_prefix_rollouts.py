@@ -117,7 +117,7 @@ class WithPrefixRollouts:
         for number, row in enumerate(rows):
             uid = row.prompt.uid
             if ends := self.cuts(row):
-                key = (uid, counts[uid])  # random numbers independent of other rows
+                key = (uid, counts[uid])  # makes random numbers independent of other rows
                 if self._chosen(key):
                     probes += self._probes(number, row, ends, key, targets.get(uid), first=len(probes))
                 else:
@@ -159,7 +159,7 @@ class WithPrefixRollouts:
         """Return the lengths of an answer's prefixes in tokens, in rising order."""
         ids = row.steps.ids
         if self.cut == "low_probability":
-            # SPO: an unlikely token begins the next segment.
+            # As in SPO, an unlikely token begins the next segment.
             cuts = (row.notes["logp"].exp() < self.threshold).nonzero()[:: self.interval, 0].tolist()
         else:
             each = self._after_separators(ids) if self.cut == "separator" else list(range(1, len(ids)))
@@ -185,7 +185,7 @@ class WithPrefixRollouts:
         target: Tensor | None,
         first: int,
     ) -> list[Probe]:
-        """Create the branches that complete an answer's prefixes; `key` seeds them, `first`: first index."""
+        """Create the branches that complete an answer's prefixes, from index `first` on; `key` seeds them."""
         prompt, opener, nothing = row.steps.prompt, self._tokenized(self.opener), torch.zeros(0)
         # The first branch replays the answer up to the last cut, without sampling.
         probes = [
@@ -218,7 +218,7 @@ class WithPrefixRollouts:
             if probe.kind == "answer" or (probe.kind == "target" and self.num_probes):
                 continue
             likelihood = recorded.get(probe.end, {})
-            if probe.kind == "target":  # scored prefix, not completed
+            if probe.kind == "target":  # the prefix was scored, not completed
                 ids = grown.ids[: probe.end]
             else:
                 ids = grown.ids

@@ -175,7 +175,7 @@ class WithTools:
         """Sample one turn of every conversation; end conversations whose turn has no tool call."""
         requests = []
         for talk in talks:
-            # Key random numbers by turn; the first turn has those of `vision.generate`.
+            # Key random numbers by the turn; the first turn has the same numbers as `vision.generate`.
             key = ("turn", turn) if turn else ()
             generator = self.stream.generator(talk.prompt.uid, talk.index, *key)
             left = self.max_completion_length - talk.length, self.context - len(talk.read.ids)
@@ -202,7 +202,7 @@ class WithTools:
             for talk in talks:
                 talk.finish = "turns"
             return
-        # Start the calls not started yet: an engine may ignore `on_stop`.
+        # Start the calls that are not running yet, because an engine may ignore `on_stop`.
         begun = [talk.collect or self._begin_calls(talk, talk.outcomes[-1].text or "") for talk in talks]
         answered = [collect() for collect in begun]
         for talk, replies in zip(talks, answered, strict=True):
@@ -263,7 +263,7 @@ class WithTools:
     def _score_targets(self, talks: Sequence[Conversation]) -> None:
         """Record with every turn the probability of the right answer after the turn's prompt."""
         encoder, nothing = self.policy.prompt_encoder, torch.zeros(0)
-        engine: Any = self.engine  # has `grow`
+        engine: Any = self.engine  # an engine with the method `grow`
         opener = tokenized(encoder, self.opener)
         places, branches = [], []
         for talk in talks:
@@ -279,7 +279,7 @@ class WithTools:
         steps = TokenRow.of_turns(talk.turns, talk.temperature)
         ends = torch.tensor([len(ids) for _, ids in talk.turns]).cumsum(0).tolist()
         tags = {"finish": CALL}
-        if len(talk.begins) > 1:  # unique in a training step
+        if len(talk.begins) > 1:  # several rows: tag them with a name that is unique in a training step
             tags[EPISODE] = f"{talk.prompt.uid}/{self.stream.round}/{talk.index}"
         outcomes = [
             replace(outcome, end=end, tags={TURN: str(turn), **tags})

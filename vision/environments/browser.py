@@ -14,8 +14,8 @@ from mmrl.config.registry import environment
 from mmrl.vision.environments.browser_tasks import END, TASK_NAMES, TaskName, make_task
 from mmrl.vision.environments.chromium import SCROLL, chromium, fields_of, find_chromium
 
-MAX_TYPED = 200  # most characters of one `type`
-MAX_SCROLL = 10_000  # most pixels of one `scroll`
+MAX_TYPED = 200  # maximum number of characters that one action `type` writes
+MAX_SCROLL = 10_000  # maximum number of pixels that one action `scroll` moves the page
 # Keys that a model may press, with Playwright's names.
 KEYS = {
     "enter": "Enter", "return": "Enter", "tab": "Tab", "space": "Space", "backspace": "Backspace",
@@ -25,7 +25,7 @@ KEYS = {
     "shift+tab": "Shift+Tab", "ctrl+a": "Control+a",
 }  # fmt: skip
 Action = Literal["left_click", "double_click", "type", "key", "scroll", "terminate"]
-TAKES: Mapping[Action, str] = {  # the argument of every action
+TAKES: Mapping[Action, str] = {  # maps every action to its argument
     "left_click": "coordinate", "double_click": "coordinate", "type": "text", "key": "keys",
     "scroll": "pixels", "terminate": "status",
 }  # fmt: skip
@@ -45,8 +45,8 @@ class Browser:
         tasks: The tasks to draw from, in rows without a `task`.
         size: Width and height of the page in pixels. A multiple of the model's image token (28 pixels for
             Qwen2.5-VL), within its number of pixels, is shown to the model as it is.
-        cells: Columns and rows of the grid on which the choices of `click_button`, `click_color` and
-            `click_shape` lie.
+        cells: Number of columns and rows of the grid on which the choices of `click_button`, `click_color`
+            and `click_shape` lie.
         coordinate_range: Range of coordinates, such as 1000 for Qwen3-VL; 0: pixels of the screenshot, as
             Qwen2.5-VL writes them.
         executable: Path or name of Chromium; by default the first that is on PATH of
@@ -106,7 +106,7 @@ class Browser:
         if step:
             try:
                 shot = self.chromium.run(self._act(*step))
-            except Exception as failure:  # not the model's fault: raised by `get_reward`
+            except Exception as failure:  # not the model's fault: `get_reward` raises it
                 self.failure = failure
                 raise
         self.over = shot is None

@@ -19,9 +19,9 @@ SWITCHES = (
     "--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND",
 )  # fmt: skip
 ADDRESS = "http://task.invalid/"  # the only URL that is served (from memory)
-LIMIT = 30.0  # seconds for one action, with its screenshot
-CONCURRENT = 8  # most concurrent pages
-KEPT = 256  # cached first screenshots
+LIMIT = 30.0  # time limit of an action and its screenshot, in seconds
+CONCURRENT = 8  # maximum number of pages that are open at once
+KEPT = 256  # maximum number of cached screenshots of newly opened pages
 
 # JavaScript that is run on pages: constants that get data as arguments.
 READ_FIELDS = """() => {
@@ -55,7 +55,7 @@ class Chromium:
     """A browser with a thread of its own, which serves all threads of a process.
 
     Playwright's objects belong to one event loop, while tools are called from many threads. Chromium starts
-    with the first page, and again if it has crashed. It ends with the process, also if that is killed.
+    with the first page, and again if it has crashed. It ends with the process, even if the process is killed.
     """
 
     def __init__(self, executable: str) -> None:
@@ -126,7 +126,7 @@ class Chromium:
                 self.browser = await self.driver.chromium.launch(
                     executable_path=self.executable,
                     args=SWITCHES,
-                    chromium_sandbox=os.geteuid() != 0,  # unavailable to root
+                    chromium_sandbox=os.geteuid() != 0,  # root cannot use the sandbox
                 )
         return self.browser
 

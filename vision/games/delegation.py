@@ -45,8 +45,8 @@ class Delegated:
     name: str = ""  # name of the game, unique for its prompt
     part: str = PLAN  # kind of the next turn; empty at the end
     tasks: tuple[str, ...] = ()  # tasks of the current plan
-    replies: tuple[tuple[str, str], ...] = ()  # (task, reply) in order
-    rounds: int = 0  # rounds of sub-agents so far
+    replies: tuple[tuple[str, str], ...] = ()  # (task, reply) of sub-agents, in order
+    rounds: int = 0  # number of rounds in which sub-agents were asked so far
     planned: str = ""  # name of the turn that made the current plan
     worth: tuple[float | None, ...] = ()  # reward per turn: fraction of new tasks in a plan
 
@@ -160,5 +160,5 @@ def number_of(player: str) -> int:
 
 
 def turned(state: Delegated, worth: float | None, **changes: Any) -> Delegated:
-    """Return the state after one more turn with the reward `worth`, and with `changes`."""
+    """Return the state after one more turn, which has the reward `worth`; `changes` are other new fields."""
     return replace(state, worth=(*state.worth, worth), **changes)

@@ -63,7 +63,7 @@ class SpyState:
 
 @game(sets_tags={"role", "stage", "player"})
 class Spy(Game):
-    r"""Who is the spy: players describe images, one of which differs, and vote (arXiv 2509.25541, VL 12).
+    r"""Game "who is the spy": players describe images, one of which differs, and vote (arXiv 2509.25541).
 
     A prompt has two images, the original and one in which something was replaced; the spy sees the second.
     Players give clues in turn, and vote at the same time. Clues and votes are in \\boxed{}, or else in the

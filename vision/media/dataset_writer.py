@@ -21,7 +21,7 @@ IMAGE_SIGNATURES = {  # first bytes of image files, and their suffix
     b"\x89PNG": ".png",
     b"\xff\xd8\xff": ".jpg",
     b"GIF8": ".gif",
-    b"RIFF": ".webp",  # WAV and AVI have it too, but no image reader accepts them
+    b"RIFF": ".webp",  # also begins WAV and AVI files, which no image reader accepts
     b"BM": ".bmp",
 }
 
@@ -30,7 +30,7 @@ IMAGE_SIGNATURES = {  # first bytes of image files, and their suffix
 class BuildLog:
     """Counts the rows that a builder keeps, and lists the rows that it drops, with the reason."""
 
-    bad_rows: str = "error"  # or "drop"
+    bad_rows: str = "error"  # the alternative is "drop"
     kept: Counter = field(default_factory=Counter)  # number of rows, by split
     dropped: list[str] = field(default_factory=list)
 

@@ -17,7 +17,7 @@ ENDINGS = (".jpg", ".jpeg", ".png")
 
 @dataclass(frozen=True)
 class FrameFolder:
-    """Loads the sampled frames of a folder of images; their names sort by time, `rate` is images a second."""
+    """Loads the sampled frames of a folder with `rate` images per second, whose names sort by time."""
 
     media: MediaRoot
     name: str

@@ -132,13 +132,13 @@ def random_crop(frames: Frames, generator: torch.Generator, scale: tuple[float, 
     """
     height, width = frames.pixels.shape[-2:]
 
-    # Not torchvision's crop, which uses the global random generator.
+    # Do not use torchvision's crop, which uses the global random generator.
     def between(low: float, high: float) -> float:
         return low + (high - low) * float(torch.rand((), generator=generator, dtype=torch.float64))
 
     for _ in range(TRIES):
         area = height * width * between(scale[0], scale[1])
-        aspect = math.exp(between(math.log(3 / 4), math.log(4 / 3)))  # log-uniform
+        aspect = math.exp(between(math.log(3 / 4), math.log(4 / 3)))  # log-uniform distribution
         wide, tall = max(1, round(math.sqrt(area * aspect))), max(1, round(math.sqrt(area / aspect)))
         if wide <= width and tall <= height:
             top, left = int(between(0, height - tall + 1)), int(between(0, width - wide + 1))

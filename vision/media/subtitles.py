@@ -18,7 +18,7 @@ def read_subtitles(path: Path) -> list[tuple[float, float, str]]:
     """Read (start, end, text) of every subtitle of a file, in seconds; raises `RowError` without any."""
     parts = TIMES.split(read_text_file(path).replace("\r\n", "\n"))
     subtitles = []
-    for at in range(1, len(parts), 9):  # 8 groups of times, 1 text
+    for at in range(1, len(parts), 9):  # `split` yields 8 numbers, then a text
         hours = [int(value) for value in parts[at : at + 8]]
         start, end = (h * 3600 + m * 60 + s + int(ms) / 1000 for h, m, s, ms in (hours[:4], hours[4:]))
         words = MARKUP.sub("", parts[at + 8].split("\n\n")[0])  # up to the blank line
@@ -29,6 +29,6 @@ def read_subtitles(path: Path) -> list[tuple[float, float, str]]:
 
 
 def subtitles_at(subtitles: Sequence[tuple[float, float, str]], times: Sequence[float]) -> str:
-    """Join the subtitles that are shown at any of the times, one a line (Video-MME, arXiv 2405.21075)."""
+    """Join the subtitles that are shown at any of these times, one per line (Video-MME, arXiv 2405.21075)."""
     shown = [text for start, end, text in subtitles if text and any(start <= time < end for time in times)]
     return "\n".join(shown)

@@ -41,8 +41,8 @@ class Ends:
     """The tokens that end an answer."""
 
     tokens: list[int]  # end tokens: from the template first, the EOS token last
-    before: list[int] = field(default_factory=list)  # template tokens between answer and end token
-    closes: bool = False  # whether the last turn is ended, too (not by GLM)
+    before: list[int] = field(default_factory=list)  # control tokens that the template writes after an answer
+    closes: bool = False  # whether the template also ends the last turn (GLM's does not)
 
 
 class ChatTemplate:
@@ -155,7 +155,7 @@ class ChatTemplate:
         last = self.render(_turn(marker), answers=False).rpartition(marker)[2]
         between = self.after_answer([user]).partition(SECOND)[0]
         closing, before, eos = self._leading(last), self._leading(between), self.tokenizer.eos_token_id
-        if shared := commonprefix([closing, before]):  # two end tokens, as in Cohere
+        if shared := commonprefix([closing, before]):  # an answer ends with two tokens, as in Cohere
             closing = before = shared[: shared.index(eos) + 1] if eos in shared else shared[:1]
         ends = closing[-1:] if shared else closing[:1] or before[:1]
         if not closing and before and self.reads("tool").forms:  # GLM: another token begins a tool reply
@@ -199,7 +199,7 @@ class ChatTemplate:
         read, kinds = self.reads(role, tools), {block["type"] for block in blocks} - {"text"}
         forms = [form for form in read.forms if form != TEXT or not kinds]
         if read.forms and self.processor.image_processor is None:
-            return _in_form(blocks, read.forms[0] if not kinds else BLOCKS)  # media: refused later
+            return _in_form(blocks, read.forms[0] if not kinds else BLOCKS)  # media are refused later
         lost = kinds - read.media
         if not forms or lost:
             what = f"{' and '.join(sorted(lost))}s in messages" if lost else "messages"
@@ -219,7 +219,7 @@ class ChatTemplate:
             for form in order
         ]
         whys = list[str]()
-        for conversations in zip(*probes, strict=True):  # one conversation in every format
+        for conversations in zip(*probes, strict=True):  # the same conversation in every format
             faults = [self._fault(messages, tools) for messages in conversations]
             if forms := tuple(form for form, fault in zip(order, faults, strict=True) if not fault):
                 return Read(forms, media=self._shown(conversations[0], role, tools))

@@ -60,7 +60,7 @@ def load_classifier(source: str | Path, **options: Any) -> nn.Module:
 
 
 def load_backbone(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
-    """Load a language model; of a sequence classifier, the language model with a dummy output head.
+    """Load a language model, or a sequence classifier as a language model with a dummy output head.
 
     The dummy head is tied to the input embeddings and never used.
     """

@@ -32,8 +32,8 @@ class ConversationEncoder(PromptEncoder):
 def answered(prompt: Prompt, outcome: Outcome) -> tuple[Message, ...]:
     """Append an answer to the messages of a prompt.
 
-    A text is a turn of the assistant, after the other recorded turns of the answer. An image or a video is
-    appended to the last turn of the user, because chat templates read media there.
+    A text becomes a turn of the assistant, after the other recorded turns of the answer. An image or a video
+    is appended to the last turn of the user, because chat templates read media there.
     """
     messages = (*(outcome.asked or prompt.messages), *outcome.turns)
     shown = media_of_outcome(prompt, outcome)

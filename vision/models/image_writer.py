@@ -75,7 +75,7 @@ class ImageWriter:
     def outcome(self, ids: Tensor, chosen: Tensor) -> Outcome:
         """Decode an answer (T,): its image, and its text, which is None if no text was asked for.
 
-        `chosen` (T,) marks the sampled tokens: a text samples begin-of-image, unless it is cut off before.
+        `chosen` (T,) marks the sampled tokens. If begin-of-image is first and was sampled, the text is empty.
         """
         start = self.start(ids)
         text = self.encoder.text(ids[:start]) if start or chosen[0] else None
@@ -113,7 +113,7 @@ class ImageWriter:
             return ids, chosen
         self.encoder.check_answer(outcome.text)
         words = torch.tensor(self.encoder.plain.ids(outcome.text))
-        chosen[0] = True  # begin-of-image: sampled after a text
+        chosen[0] = True  # begin-of-image, which the model samples to end a text
         return torch.cat([words, ids]), torch.cat([torch.ones_like(words, dtype=torch.bool), chosen])
 
     @property

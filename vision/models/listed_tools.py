@@ -28,11 +28,11 @@ XML tags:
 
 
 def listed_tools(encoder: Any, prompt: Prompt, tools: Tools = ()) -> tuple[Prompt, Tools]:
-    """Return a prompt (possibly with tools in its text), and the tools for the chat template to list.
+    """Return a prompt, and the tools that the chat template must list in it.
 
-    If the template supports no tools, the system prompt describes them in Qwen's words, recorded calls and
-    replies are written in Qwen's form, and no tools are left. `tools` are the engine's; without them, the
-    prompt's own. Raises ValueError if both exist and differ.
+    If the template supports no tools, the returned system prompt describes them in Qwen's words, recorded
+    calls and replies have Qwen's form, and the returned tools are empty. `tools` are the engine's tools; by
+    default, those of the prompt are used. Raises ValueError if both exist and differ.
     """
     if tools and prompt.tools and json.dumps(tools) != json.dumps(prompt.tools):
         raise ValueError(

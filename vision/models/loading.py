@@ -101,7 +101,7 @@ def check_folders(model: str, adapter: str = "") -> nn.Module | None:
     with _source("model", model) as source:
         config, maker = read_config(source)
         if quantized_by(config):
-            return None  # quantisers need a device
+            return None  # quantisers cannot run on the meta device
         whole = load_whole(maker, source, config=config, device_map={"": "meta"}, trust_remote_code=False)
     if not adapter:
         return whole
@@ -326,7 +326,7 @@ def load_adapter(model: nn.Module, name: str, *, rank: int = 0, alpha: float | N
             warnings.warn(f"the adapter '{name}' names the base model '{named}', not '{given}'", stacklevel=2)
         try:
             adapted = PeftModel.from_pretrained(model, source, is_trainable=True)
-        except RuntimeError as error:  # shapes differ
+        except RuntimeError as error:  # tensor shapes differ
             raise ValueError(f"it does not fit the model: {error}") from error
         vars(adapted)[BASE] = own or base_hash(model.parameters())
         check_adapter(weights, get_peft_model_state_dict(adapted), name)
@@ -358,7 +358,7 @@ def save_adapter(adapter: nn.Module, folder: Path) -> None:
 
 
 class WithoutWeights:
-    """Lazy model without head or weights, built by `make` when any attribute but `config` is read."""
+    """Model without head and weights; `make` builds it when any attribute except `config` is first read."""
 
     def __init__(self, config: Any, make: Callable[[], nn.Module]) -> None:
         self.config, self.core = config, cache(lambda: make().base_model)

@@ -61,7 +61,7 @@ def video_arguments(processor: Any, videos: Sequence[Frames], pixels: Mapping[st
     metadata = []
     for video in videos:
         times = video.times.tolist()
-        # Set the number of frames so that the processor computes the right seconds per frame from it.
+        # Set the total number of frames so that the processor computes the right number of seconds per frame.
         covered = len(times) * (times[1] - times[0]) if len(times) > 1 else video.duration
         frames, ticks = [round(t * TICKS) for t in times], max(1, round(covered * TICKS))
         metadata.append(

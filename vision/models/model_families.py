@@ -178,7 +178,7 @@ def check_same_tokens(tokenizer: Any, model: nn.Module, policy: Any) -> None:
 
 
 def token_types(config: Any, ids: Tensor) -> Tensor:
-    """Return token types in the shape of `ids`: 0 for text, the number of the medium at placeholders."""
+    """Return token types in the shape of `ids`: 0 for text, the number of the kind of media elsewhere."""
     types = torch.zeros_like(ids)
     for kind, token in placeholders(config).items():
         types[ids == token] = MODALITIES[kind].token_type

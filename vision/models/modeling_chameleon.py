@@ -35,7 +35,7 @@ class ChameleonDecoder(JanusVQVAEDecoder):
 
 
 class ChameleonForConditionalGeneration(FromConfig, transformers.ChameleonForConditionalGeneration):
-    """Chameleon whose weights hold `model.vqmodel.decoder`, as those of Anole."""
+    """Chameleon with the autoencoder's decoder, whose weights have the name `vqmodel.decoder` as in Anole."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -37,7 +37,7 @@ class JointHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight of the head of texts."""
+        """The weight of the text head."""
         return self.texts.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class JointHead(nn.Module):
 
 
 class JanusForConditionalGeneration(FromConfig, transformers.JanusForConditionalGeneration):
-    """Janus whose output embeddings are both heads; weights and their names are those of transformers."""
+    """Janus that returns both heads as output embeddings; it has the weights and names of transformers."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

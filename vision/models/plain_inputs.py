@@ -1,4 +1,4 @@
-"""Model inputs without the prompt encoder: from `processor.apply_chat_template`, and of dummy media."""
+"""Model inputs made by `processor.apply_chat_template`, without the prompt encoder; inputs of dummy media."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plain_inputs(
     if "load_audio_from_video" in media:  # `apply_chat_template` decodes it by itself
         text = processor.apply_chat_template(list(messages), tokenize=False, **begun)
         return dict(processor(text=[text], return_tensors="pt", **media))
-    given = {}  # media by kind, in order
+    given = {}  # maps a kind of media to its media, in order
     for kind, modality in MODALITIES.items():
         values = media.get(modality.argument) or [[]] * modality.nested
         given[kind] = [*(values[0] if modality.nested else values)]

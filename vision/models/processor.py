@@ -96,15 +96,15 @@ class PromptEncoder:
         # Tokens that answers must not contain, because the model would expect media for them.
         # Placeholders of Molmo2 and Kimi-K2.5 may lie outside of the output head's vocabulary.
         self.placeholders = [token for token in media if token < core.config.get_text_config().vocab_size]
-        self.limit = num_positions(core.config)  # maximum tokens; other models may lower it
+        self.limit = num_positions(core.config)  # maximum number of tokens; other models may lower it
         self._answer_words = list(map(self.tokenizer.decode, media))
         self._words = self._media_words()
         self.plain = PlainText(self.tokenizer, self._words)
         self.template = ChatTemplate(processor, variables)
         self.ends = self.template.ends()
         self.end = self.ends.tokens
-        self._keys: dict[str, bool] = {}  # (role, key) -> does the template read the key
-        self._known: dict[str, bool] = {}  # (template, tools) -> are tools listed
+        self._keys: dict[str, bool] = {}  # (role, key) -> whether the template reads the key
+        self._known: dict[str, bool] = {}  # (template, tools) -> whether the template lists them
         self._compared = set[Any]()  # prompt structures compared so far
         self._encoded: ByteLRU[EncodedPrompt] = ByteLRU(CACHE_BYTES, lambda encoded: encoded.bytes)
         self.sources = PromptSources()

@@ -137,7 +137,7 @@ class PromptCheck:
             return int(processor.get_number_of_image_patches(height, width, limits)) // merge**2
         count = getattr(self.encoder.processor, "_get_num_multimodal_tokens", None)
         if count is None:
-            return self.limit  # makes `__call__` encode the prompt
+            return self.limit  # this large count makes `__call__` encode the prompt
         return int(count(image_sizes=[[height, width]])["num_image_tokens"][0])
 
 
@@ -153,7 +153,7 @@ def most_image_tokens(check: PromptCheck, medium: Media) -> int:
         return 0  # rendering will raise the error
     check_images(check.encoder.processor)
     if isinstance(medium.source, Path) and medium.source.suffix == ".parquet":
-        return 0  # unknown: images inside a parquet file, of which reading every header would be slow
+        return 0  # unknown: reading the headers of all images inside a parquet file would be slow
     if medium.source is None:
         height, width = medium.load().pixels.shape[-2:]
     else:
@@ -184,7 +184,7 @@ def most_audio_tokens(check: PromptCheck, medium: Media) -> int:
     extractor_of(check.encoder.processor)
     check_sounds(check.encoder.core.config)
     if isinstance(medium.source, Path) and medium.source.suffix == ".parquet":
-        return 0  # as for images
+        return 0  # unknown, as for images
     source = medium.source if isinstance(medium.source, Path | bytes | None) else medium.source.read()
     if source is None:
         sound = medium.load()

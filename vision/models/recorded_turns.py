@@ -30,7 +30,7 @@ def recorded_turns(
         raise ValueError("this model reads no media after an answer, but a recorded reply shows one")
     listed, _ = listed_tools(encoder, replace(prompt, messages=outcome.asked or prompt.messages))
     turns = [*outcome.turns, Message("assistant", (Part(outcome.text or ""),), outcome.extra)]
-    described = listed.tools != prompt.tools  # tools are described in the text
+    described = listed.tools != prompt.tools  # whether the system prompt describes the tools
     if described:
         turns = list(map(with_written_calls, turns))
     places = [place for place, turn in enumerate(turns) if turn.role == "assistant"]

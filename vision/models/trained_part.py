@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mmrl.core.types import Trajectory
 
-ReadSteps = Callable[..., dict[str, Tensor]]  # called with steps, outputs and a teacher
+ReadSteps = Callable[..., dict[str, Tensor]]  # takes steps, names of outputs, and a teacher
 
 
 class TrainedPart:

@@ -42,7 +42,7 @@ def recorded_row(
         raise ValueError("its recorded answer is no text; `max_length` and the choice of tokens need one")
     begun = _from_first_turn(prompt, outcome) if learn == "assistant" else (prompt, outcome)
     texts, turns, replies = encode_recorded(encoder, *begun)
-    # Tool calls as text, so that the answer can also be encoded after a prompt without tools.
+    # Store tool calls as text, so that the answer can also be encoded after a prompt without tools.
     words, text = iter(texts), texts[-1]
     messages = [Message(t.role, (Part(next(words)),)) if t.role == "assistant" else t for t in begun[1].turns]
     read, last = turns[-1]
@@ -50,7 +50,7 @@ def recorded_row(
     row = _whole(encoder, read, last) if learn == "all" else TokenRow.of_turns(turns)
     changed = {CHANGED: "yes"} if learn != "completion" and row.suffix else {}
     tags = {"finish": "stop", **outcome.tags, **changed}
-    own = tuple(messages[len(messages) - len(outcome.turns) :])  # only turns of the answer
+    own = tuple(messages[len(messages) - len(outcome.turns) :])  # without turns of the prompt
     answer = Outcome(text, end=len(row.ids), tags=tags, recorded=outcome.recorded, turns=own)
     whole = Trajectory(prompt, prompt.uid, (answer,), row, len(row.ids), {"token": row.ids}, on_policy=False)
     if not replies or learn != "completion":

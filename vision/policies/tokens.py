@@ -98,7 +98,7 @@ class Tokens:
     """
 
     outputs: frozenset[str] = OF_LOGITS | OF_STATES | {"reversed_logp"}  # computed on demand
-    makes = "text"  # kind of outcomes; commands read it
+    makes = "text"  # kind of outcomes, for commands that write them
     load_model = staticmethod(loading.load_model)
 
     def __init__(
@@ -133,7 +133,7 @@ class Tokens:
         check_guidance(model, guidance_scale, negative_prompt)
         self.processor = loading.load_processor(model)
         check_packing(model, packing, attn_implementation, transform, sp_size)
-        ChatTemplate(self.processor, chat_template_kwargs).ends()  # raises before weights are loaded
+        ChatTemplate(self.processor, chat_template_kwargs).ends()  # raises an error before weights load
         self.model = self.load_model(model, dtype=dtype, attn_implementation=attn_implementation)
         self.model = apply_transforms(self.model, transform)
         pixels = pixel_limits({"min_pixels": min_pixels, "max_pixels": max_pixels})
@@ -148,7 +148,7 @@ class Tokens:
         self.compute, self.share_prefix, self.packing = DTYPES[dtype], share_prefix, packing
         self._choose_weights(freeze_vision_tower, frozen, gradient_checkpointing)
         self.inner = InnerOptions(hot_temperature, cold_temperature, top_k, rank_stride)
-        self.teachers: list[Teaching] = []  # teachers (references) append themselves
+        self.teachers: list[Teaching] = []  # reference models that are teachers append themselves here
         self.module: nn.Module = StepModel(
             self.model,
             self.prompt_encoder.placeholders,
@@ -389,6 +389,6 @@ class Tokens:
         if self.adapter is not None:
             loading.load_adapter_weights(self.adapter, folder)
             return
-        # Read in the widest dtype: the config names that of frozen weights, but trained ones are float32.
+        # Read in the widest dtype of the file: trained weights are float32, whatever dtype the config names.
         widest = widest_dtype(self.model, folder)
         copy_weights(self.model, load_whole(type(self.model), folder, dtype=widest))

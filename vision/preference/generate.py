@@ -120,7 +120,7 @@ def generate_pairs(
         pairs.append(pair)
     if not prompts:
         return pairs
-    twice = [prompt for prompt in prompts.values() for _ in range(2)]  # two per image
+    twice = [prompt for prompt in prompts.values() for _ in range(2)]  # two answers per image
     rows: dict[str, list[Trajectory]] = {uid: [] for uid in prompts}
     for row in engine.rollout(twice):
         rows[row.prompt.uid].append(row)
@@ -130,7 +130,7 @@ def generate_pairs(
         # Sort by hallucination ratio: the answer with the lower ratio should be better.
         both.sort(key=lambda row: row.outcomes[-1].recorded.get("contrast_alpha", 0.0))
     scores = iter(reward(twice, [row.outcomes[-1] for both in rows.values() for row in both]))
-    # Encoders such as CLIP have a limited context; other rewards read texts of any length.
+    # Encoders such as CLIP read a limited number of tokens; other rewards read texts of any length.
     reads_whole = getattr(reward.function, "reads_whole", lambda text: True)
     answers = {}
     for uid, both in rows.items():
@@ -155,7 +155,7 @@ def _decoded(item: SourceItem, images: ImageSource, folder: Path) -> tuple[Score
             raise MediaError(item.fault)
         name, fault = item.ref.path or item.place, "missing"
         data = images.bytes_of(item.ref)
-        fault = "unreadable"  # for any error below
+        fault = "unreadable"  # the fault for any error below
         frames = decode_image(data, name)
     except MediaError as error:
         return ScoredPair(item.place, name, fault=fault, what=str(error)), None

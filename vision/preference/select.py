@@ -30,7 +30,7 @@ class ScoredPair:
     image: str = ""  # image file, relative to the source
     prompt: str = ""
     texts: tuple[str, ...] = ()
-    lengths: tuple[int, ...] = ()  # in tokens
+    lengths: tuple[int, ...] = ()  # of both answers, in tokens
     scores: tuple[float | None, ...] = ()
     h: tuple[float | None, ...] = ()  # hallucination ratios: weights of contrastive decoding
     split: tuple[bool, ...] = ()  # whether each answer exceeds the encoder's context

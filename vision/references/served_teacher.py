@@ -54,7 +54,7 @@ class ServedTeacher(FrozenTeacher):
         timeout: Seconds for which a request is repeated while no server answers.
     """
 
-    holds = ""  # for memory estimates: no model here
+    holds = ""  # no model in this process (for memory estimates)
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class ServedTeacher(FrozenTeacher):
         check_support(*(given[name] for name in names))
         for piece in config.rollout.engine:
             temperature = piece.options.get("temperature", 1.0)
-            if temperature not in (0, 1):  # greedy (0): log-probabilities are at 1
+            if temperature not in (0, 1):  # 0 (greedy) records log-probabilities at 1
                 raise ConfigError(
                     f"'{piece.name}' samples at the temperature {temperature}, and servers tell "
                     "log-probabilities at 1; set `temperature: 1.0`, or take `vision.teacher`"

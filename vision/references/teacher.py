@@ -61,7 +61,7 @@ class FrozenTeacher:
         self.encoder = loading.load_encoder(model)  # tokenizer and processor
         own_words = reads_own_words(model, self.encoder, policy.prompt_encoder, align)
         self.translate = Translator(policy.prompt_encoder, self.encoder, align) if own_words else None
-        if not own_words:  # the teacher also checks prompt lengths
+        if not own_words:  # the teacher reads the policy's prompts: check their length
             limits = {self.encoder.limit, policy.prompt_encoder.limit} - {0}
             policy.prompt_encoder.limit = min(limits, default=0)
         self.policy, self.number = policy, len(policy.teachers)

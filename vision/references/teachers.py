@@ -112,10 +112,10 @@ class Teachers(FrozenTeacher):
 
 
 def joined(outputs: list[dict[str, torch.Tensor]], name: str, rows: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate an output of several teachers; rows without it are 0, and shorter entries are padded."""
+    """Concatenate an output of several teachers; rows without this output are 0, shorter entries padded."""
     first = next(one[name] for one in outputs if name in one)
     last = [one[name].shape[2:] for one in outputs if name in one]
-    fill = -1.0 if name == "top_k_ids" else 0.0  # no token
+    fill = -1.0 if name == "top_k_ids" else 0.0  # -1 marks "no token"
     parts = []
     for one, mine in zip(outputs, rows, strict=True):
         part = one.get(name)

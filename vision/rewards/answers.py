@@ -76,7 +76,7 @@ def _own_yes_no(prompt: Prompt, *, of: str) -> OwnAnswer | None:
     truth = _truth(prompt)
     if truth is None:
         return None
-    return OwnAnswer(("Yes" if truth == YES else "No",) if of == "correct" else ())  # else a label
+    return OwnAnswer(("Yes" if truth == YES else "No",) if of == "correct" else ())  # else it is a label
 
 
 @reward(own_answer=_own_yes_no)

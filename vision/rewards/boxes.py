@@ -23,7 +23,7 @@ from mmrl.vision.benchmarks.boxes import (
 
 
 def _own_box(prompt: Prompt, *, inclusive: bool, reader: Reader) -> OwnAnswer | None:
-    """Format each target box as an answer; `vlm_r1` needs integers, so that its reward stays below 1."""
+    """Format each target box as an answer; `vlm_r1` rounds it to integers, so its IoU may be below 1."""
     target = _target(prompt)
     if target is None or not target.boxes:
         return None

@@ -138,7 +138,7 @@ def span_confidence(
     """
     labels: list[float | None] = [None] * len(outcomes)
     for members, spans in _group_spans(prompts, outcomes):
-        # Population variance, divided by the count (our reading).
+        # Use the population variance, which divides by the count (our reading).
         spread = 0.0
         for times in zip(*spans, strict=True):
             mean = sum(times) / len(times)

@@ -70,7 +70,7 @@ def check_agreement(
 def _parts(policy: Any) -> Mapping[str, Callable[[str], bool]]:
     """Map the name of each adapter part that a server may ignore to a test of layer names.
 
-    Empty for a sharded model, because other processes do not take part in the forward pass.
+    The map is empty for a sharded model, because other processes do not take part in the forward pass.
     """
     if policy.adapter is None or in_shards(policy.module):
         return {}

@@ -108,7 +108,7 @@ class Backend(Server):
     logprobs: ClassVar[str]
     echoes: ClassVar[bool] = True  # whether replies repeat the token ids of the prompt
     started_with = ""  # version of the weights that the server has from its start
-    held = ""  # like `started_with`; reset when the server fails, to compare it again
+    held = ""  # as `started_with`, but reset if the server fails, to check its weights again
 
     @classmethod
     def write(cls, question: Question) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class Backend(Server):
             known = torch.tensor([value or 0.0 for value in logp])
             stopped = bool(choice.ids) and choice.ids[-1] in question.end
             name = f"answer {number} of the server to prompt '{uid}'"
-            # If the server stopped at a token that does not end the policy's answers: truncated.
+            # An answer that ends at another token than the policy's end tokens counts as truncated.
             limit = len(ids) if choice.ended else question.sampling.max_completion_length
             settings = {"logit_bias": question.bias, "max_tokens": limit}
             check_answer(Answer(ids, known, stopped), settings, name)

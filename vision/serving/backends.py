@@ -212,7 +212,7 @@ class LlamaCpp(Backend):
             "logit_bias": [[token, NEVER] for token in question.forbidden],
             "return_tokens": True,
             "n_probs": int(question.logprobs),
-            # Log-probabilities after temperature and truncation; of greedy answers, at temperature 1.
+            # Return log-probabilities after temperature and truncation; for greedy answers, at temperature 1.
             "post_sampling_probs": chosen.temperature > 0,
             "cache_prompt": False,
         }

@@ -31,7 +31,7 @@ class AsksServers(Protocol):
     max_completion_length: int
 
     def part_size(self) -> bool | int:
-        """Return the tokens per part of an answer. True: from `max_staleness`. False: a single part."""
+        """Return the largest part of an answer in tokens. True: set by `max_staleness`; False: no limit."""
         ...
 
     def load_weights(self) -> str:

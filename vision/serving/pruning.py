@@ -8,7 +8,7 @@ from typing import Any
 from mmrl.config.loading import ConfigError
 from mmrl.vision.models.processor import EncodedPrompt
 
-# Not Qwen3-VL: its prompts contain the times of the remaining frames, which only the server knows.
+# Qwen3-VL is missing: its prompts contain the times of the remaining frames, which only the server knows.
 PRUNED = ("qwen2_5_vl",)
 
 

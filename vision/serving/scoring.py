@@ -91,7 +91,7 @@ def scores_of(data: bytes, request: Mapping[str, Any], places: Tensor, uid: str)
     best = []
     for row, place in zip(rows, places.tolist(), strict=True):
         likely = sorted(row.items(), key=lambda entry: -entry[1])
-        if len(likely) > top_k:  # with the given token
+        if len(likely) > top_k:  # the list also has the given token
             likely.remove((request["token_ids"][place], row[request["token_ids"][place]]))
         if len(likely) != top_k:
             raise WrongAnswer(f"{wrong} has {len(likely)} likely tokens instead of {top_k}")

@@ -68,7 +68,7 @@ class ServedEngine:
     weights_folder: str = ""
     notes: ClassVar[frozenset[str]] = frozenset({"logp", "token", "temperature"})
     answers_elsewhere: ClassVar[bool] = True  # no access to single decoding steps
-    batch_size: ClassVar[int] = 0  # one batch; `parallel` limits requests
+    batch_size: ClassVar[int] = 0  # 0: one batch; `parallel` limits concurrent requests
 
     def __post_init__(self) -> None:
         if not self.servers or len({*self.servers}) < len(self.servers):
@@ -80,8 +80,8 @@ class ServedEngine:
         self.writer = self.make_writer()
         self.asking = Servers(self.servers, self.folder, kind=self.server_class(), **self.pool_options())
         self.ahead = StepsAhead(self)
-        self.compared: set[tuple] = set()  # finished comparisons: kind of media, updates, joins
-        self.to_compare: list[tuple[str, str, Rollouts]] = []  # pending: kind of media, server, answers
+        self.compared: set[tuple] = set()  # finished comparisons (kind of media, updates, joins)
+        self.to_compare: list[tuple[str, str, Rollouts]] = []  # pending (kind of media, server, answers)
         self.stand_in: Rollouts = ()  # dummy rows, to join forward passes of other processes
 
     # ---- methods that depend on the kind of servers
@@ -131,7 +131,7 @@ class ServedEngine:
         return {**limits, "parallel": self.parallel}
 
     def part_size(self) -> bool | int:
-        """Return the tokens per part of an answer. True: from `max_staleness`. False: a single part."""
+        """Return the largest part of an answer in tokens. True: set by `max_staleness`; False: no limit."""
         return False
 
     def take_metrics(self) -> dict[str, float]:
@@ -171,7 +171,7 @@ class ServedEngine:
             self.writer()
 
     def compare(self, even: Callable[..., Iterable[tuple]]) -> None:
-        """Compare pending answers with a sharded policy; `even` pads to equally many passes per process."""
+        """Compare pending answers with a sharded policy; `even` gives all processes equally many passes."""
         due, self.to_compare = self.to_compare, []
         for (kind, url, rows), counts, _ in even(due, ("", "", self.stand_in)):
             if counts:
@@ -188,11 +188,11 @@ class ServedEngine:
         for place, prompt in enumerate(prompts):
             places.setdefault(prompt.uid, []).append(place)
         weights = self._written()
-        # Outside of `collecting`: an unreadable prompt must not cancel other requests.
+        # Encode outside of `collecting`, because an unreadable prompt must not cancel other requests.
         groups = [self._first(prompts[where[0]], where, weights.version) for where in places.values()]
         with self.asking.collecting():
             self.ahead.begin(prompts, groups, weights)
-            self.compare_groups(groups, weights.version)  # before the policy is updated
+            self.compare_groups(groups, weights.version)  # while the policy has the same weights
 
     def converse(self) -> ServedTurns:
         """Load the current weights, and return the sampler for a batch of conversations."""
@@ -245,7 +245,7 @@ class ServedEngine:
     def _written(self) -> Weights:
         self.writer.keep = len(self.ahead.begun) + 2  # the weights of all pending requests stay
         self.send()
-        assert self.writer.latest is not None  # written by `send`
+        assert self.writer.latest is not None  # `send` has written the weights
         return self.writer.latest
 
     def _first(self, prompt: Prompt, places: list[int], version: str) -> Group:
@@ -308,14 +308,14 @@ class ServedEngine:
             kind, (answers, source) = media_of(group.encoded), group.answers.result()
             if (kind, source) not in seen and _have_logp(answers):
                 seen.add((kind, source))
-                if self.top_p < 1 or self.top_k or self.min_p:  # truncated sampling
+                if self.top_p < 1 or self.top_k or self.min_p:  # truncated sampling: ask for other answers
                     answers, source = self.asking.ask(group.prompt.uid, self.undistorted(group)).result()
                 if _have_logp(answers):
                     rows = tuple(self._row(group, answer) for answer in answers)
                     self.to_compare.append((kind, source.url, rows))
         # Read `now` again: servers may have joined meanwhile.
         self.compared |= {(kind, *now()) for kind in {kind for kind, _ in seen}}
-        if not in_shards(self.policy.module):  # else the training loop calls `compare` on all processes
+        if not in_shards(self.policy.module):  # if sharded, the training loop calls `compare` instead
             self.compare(lambda due, stand_in: ((one, True, False) for one in due))
 
 

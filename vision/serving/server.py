@@ -63,11 +63,11 @@ class Server:
         self.alive, self.pending, self.last_error = True, 0, ""
         self.loaded, self.joins = "", 0  # latest version loaded by this run; how often the server joined
         self.sums: tuple[str, str] = ("", "")  # version (or "base") and hash of its weights
-        self.busy, self.since = 0.0, 0.0  # seconds with pending requests, up to the time `since`
+        self.busy, self.since = 0.0, 0.0  # seconds with pending requests, counted up to `since`
         self.media = MediaSent()
 
     def count(self, more: int) -> None:
-        """Add `more` to the number of pending requests; add up the seconds with pending requests."""
+        """Add `more` to the number of pending requests, and update the seconds with pending requests."""
         now = time.monotonic()
         self.busy += now - self.since if self.pending else 0.0
         self.since, self.pending = now, self.pending + more
@@ -109,7 +109,7 @@ class Server:
         """Wait for pending requests, load weights, and clear the caches of keys, values and images."""
         self.post("pause?mode=wait", {})
         try:
-            self.post("update_weight_version", {"new_version": LOADING})  # invalid if this process dies now
+            self.post("update_weight_version", {"new_version": LOADING})  # invalid, should this process die
             weights.load_into(self)
             for cache in ("prefix", "mm", "encoder"):
                 self.post(f"reset_{cache}_cache", {})
@@ -134,7 +134,7 @@ class Server:
     def sleep(self, level: int) -> None:
         """Release memory until `wake_up`. Level 1: keys and values; level 2: also the weights."""
         if level == 2:
-            self.post("update_weight_version", {"new_version": LOADING})  # forces a reload of weights
+            self.post("update_weight_version", {"new_version": LOADING})  # so that weights are reloaded
             self.loaded = LOADING
         self.post(f"sleep?level={level}&mode=wait", {})
         self.media.forget()

@@ -23,7 +23,7 @@ TRIES = 3  # maximal tries of a request at each server
 PAUSE = 1.0  # seconds before a retry, and between probes while no server answers
 POLL = 0.05  # seconds between attempts to change weights while another process has pending requests
 Answered = Future[tuple[list[Answer], Source]]
-Asked = tuple[Answered, str, Mapping[str, Any]]  # request: future, prompt uid, content
+Asked = tuple[Answered, str, Mapping[str, Any]]  # a request: (future, prompt uid, content)
 log = logging.getLogger("mmrl")
 
 
@@ -56,9 +56,9 @@ class Servers:
         self.slots = threading.Semaphore(max(parallel, len(self.servers)))
         self.given_up = threading.Event()  # set when pending answers are abandoned
         self.counting = threading.Lock()
-        self.weights: Weights | None = None  # latest loaded, used by all pending requests
+        self.weights: Weights | None = None  # the latest loaded weights, which all pending requests use
         self.latest: list[Future] = []  # futures of the latest `begin`
-        self.outstanding = 0  # pending requests
+        self.outstanding = 0  # number of pending requests
         self.asking: TextIO | None = None  # lock file, locked in shared mode while requests are pending
         self.again, self.seconds = 0, 0.0  # repeated requests, and seconds of weight updates
         self.sleepers: set[str] = set()  # addresses of servers that have slept
@@ -127,8 +127,8 @@ class Servers:
         began = time.monotonic()
         self.since, self.weights = self.since or began, weights
         with ThreadPoolExecutor(len(self.servers)) as pool, (self.folder / ASKING).open("a") as asking:
-            # Do not change weights while any process has pending requests with others. Take the lock ASKING
-            # first: a pending request may need the other one, to load weights into a restarted server.
+            # Do not change weights while requests for other weights are pending in any process. Take the lock
+            # ASKING first: a pending request may need LOCK, to load weights into a restarted server.
             while {*pool.map(lambda server: server.version(), self.servers)} - {None, weights.version}:
                 try:
                     flock(asking, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -175,11 +175,11 @@ class Servers:
             if requests and not self.outstanding:
                 self.asking = (self.folder / ASKING).open("a")
                 flock(self.asking, fcntl.LOCK_SH)
-                self._wake_up(self.alive)  # `rest` cannot lock: they stay awake
+                self._wake_up(self.alive)  # while the lock is held, `rest` lets them stay awake
             self.outstanding += len(requests)
         for future, uid, request in requests:
             future.add_done_callback(self._answered)
-            # Daemon threads, not a ThreadPoolExecutor, whose threads would delay Python's exit.
+            # Use daemon threads, because the threads of a ThreadPoolExecutor would delay Python's exit.
             work = threading.Thread(target=self._work, args=(future, uid, request, given_up), daemon=True)
             work.start()
 
@@ -191,11 +191,11 @@ class Servers:
             try:
                 flock(asking, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                return  # left to the last process with requests
+                return  # the last process with pending requests calls `rest` again
             for server in self.alive:
                 try:
                     self._send_to_sleep(server)
-                except OSError as error:  # it died: later requests handle that
+                except OSError as error:  # the server died, which later requests handle
                     server.alive, server.last_error = False, str(error)
 
     def _send_to_sleep(self, server: Server) -> None:
@@ -272,7 +272,7 @@ class Servers:
         log.warning("%s did not answer prompt '%s', which is asked again: %s", server.url, uid, fault)
         with self.counting:
             self.again += 1
-        if (has := server.version()) != self.weights.version:  # it died, or was restarted
+        if (has := server.version()) != self.weights.version:  # dead, or restarted with other weights
             server.alive = has is not None
             if has is not None:
                 with locked(self.folder / LOCK):
@@ -286,7 +286,7 @@ class Servers:
         """Load the weights into a server, unless it does not answer or already has them."""
         assert self.weights is not None
         wanted, has = self.weights.version, server.version()
-        if has not in (None, wanted, server.loaded):  # new, restarted, or shared with other runs
+        if has not in (None, wanted, server.loaded):  # new, restarted, or loaded by another run
             server.joins += 1
             server.sums = ("", "")
         if has not in (None, wanted):
@@ -298,7 +298,7 @@ class Servers:
                 if len(self.servers) > 1 and server.sums[0] != held:
                     server.sums = held, server.checksum()
                 has = server.version()
-            except OSError as error:  # it died during the update
+            except OSError as error:  # the server died during the update
                 server.last_error, has = str(error), None
         if has not in (None, wanted):
             raise RuntimeError(f"'{server.url}' has the weights '{has}' after it was brought '{wanted}'")

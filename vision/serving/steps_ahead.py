@@ -17,7 +17,7 @@ from mmrl.vision.serving.servers import Asked
 
 
 class Begun(NamedTuple):
-    """The pending requests of a step."""
+    """The pending requests of one training step."""
 
     step: int  # the step that learns from the answers
     prompts: list[Prompt]
@@ -26,7 +26,7 @@ class Begun(NamedTuple):
 
 
 class StepsAhead:
-    """Pending requests of an engine, by step.
+    """The pending requests of an engine, one entry per training step.
 
     The servers work for one version of the weights at a time: they load the next version when all earlier
     requests are answered.
@@ -36,7 +36,7 @@ class StepsAhead:
         self.engine = engine
         self.begun: deque[Begun] = deque()
         self.partial = bool(engine.part_size()) and engine.recipe.max_staleness > 1
-        self.published: tuple[Weights, int] | None = None  # latest weights, with their number of steps
+        self.published: tuple[Weights, int] | None = None  # (latest weights, number of steps)
 
     @property
     def now(self) -> int:
@@ -53,7 +53,7 @@ class StepsAhead:
     def begin(self, prompts: Sequence[Prompt], groups: list[Group], weights: Weights) -> None:
         """Send the requests of a step; with partial rollouts, continue the answers of earlier requests."""
         if self.begun and self.begun[-1].step == self.engine.stream.step:
-            self.begun.pop()  # repeated, as another process dropped a prompt
+            self.begun.pop()  # the step is repeated, because another process dropped a prompt
         older = [begun for begun in self.begun if self.partial and begun.groups[0].newest < self.now]
         parts = [
             pair

@@ -78,7 +78,7 @@ class WeightsWriter:
         if not path.is_dir():
             part = self.folder / f"{version}.{os.getpid()}.part"
             save(self.policy.adapter or self.policy.model, part)
-            part.rename(path)  # atomic: no incomplete folders
+            part.rename(path)  # atomic, so that no folder is incomplete
         used = self.written.pop(path, None) or path.with_suffix(".used").open("a")
         flock(used, fcntl.LOCK_SH)
         self.written[path] = used
@@ -89,7 +89,7 @@ class WeightsWriter:
 
 def save(model: Any, folder: Path) -> None:
     """Write a model with unsharded weights, from any process."""
-    # The process that saves need not be the first one, but by default transformers saves on the first alone.
+    # Any process may save, but by default transformers saves only in the process with rank 0.
     model.should_save_on_this_rank = lambda is_main_process: True
     try:
         model.save_pretrained(str(folder), state_dict=state_of(model))
@@ -119,9 +119,9 @@ def _let_go(folder: Path, used: TextIO) -> None:
 
 
 def _let_go_of_all(written: Mapping[Path, TextIO], how: int = fcntl.LOCK_NB) -> None:
-    """Remove all folders that no other learner uses; with LOCK_NB, locked ones at the program's end.
+    """Remove the folders that no other learner uses; with LOCK_NB, locked folders wait for the program's end.
 
-    The garbage collector may call it in any thread, also in one that has the lock: it must not wait for it.
+    The garbage collector may call this function in a thread that holds the lock, so it must not wait for it.
     """
     for folder, used in written.items():
         if not folder.exists():  # a user removed it before the process ended

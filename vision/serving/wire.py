@@ -36,7 +36,7 @@ SERVED: dict[str, ServedFamily] = {
 FLOOR = -9999.0  # the server's value for a log-probability that is not finite
 FINAL_ONLY = 2  # output kind of vLLM without streaming, which would lose all but one of n answers
 RAW_VIEW = 3  # the extension type of bytes in vLLM's msgpack
-ECHO = "echo"  # local key: token ids that the reply must repeat, if not those sent
+ECHO = "echo"  # local key: token ids that the reply must repeat, if they differ from the sent ones
 NEVER = -100.0  # bias that is added to the logits of placeholders
 
 

@@ -30,7 +30,7 @@ TAGGED_FORMATS = (parse_qwen_xml_calls, parse_glm_calls)
 def encode_transcript(
     encoder: PromptEncoder, prompt: Prompt, transcript: Transcript
 ) -> list[tuple[EncodedPrompt, Tensor]]:
-    """Encode a transcript: return (encoded input, token ids (t,)) of every turn in its row."""
+    """Encode a transcript: return (encoded input, token ids (t,)) of each turn in its training row."""
     tools, read, turns = transcript.tools, encoder.encode(prompt, transcript.tools), []
     for ids, replies in zip_longest(transcript.turns, transcript.replies):
         turns.append((read, ids))
@@ -77,7 +77,7 @@ def _check_reply(encoder: PromptEncoder, tools: Tools) -> None:
     else:
         try:
             after_call, after_words = encoder.template.after_calls(tools)
-            # Sampled calls are plain text, so replies must render alike after an answer without a call.
+            # A sampled call is plain text for the template, so replies must render alike after plain answers.
             words = (
                 "" if after_call.endswith(after_words) else "other words than after an answer without calls"
             )

@@ -20,7 +20,7 @@ from mmrl.vision.tools.pool import Replies
 from mmrl.vision.tools.replies import content_of
 
 CALL = "call"  # tag `finish` of a turn after which the conversation continues
-# Text that docstrings of engines which branch conversations share.
+# The end of an error message of engines that branch conversations.
 INSTEAD = (
     "it takes the place of `vision.with_tools`, with the same `tool`; the state of an environment cannot be "
     "copied, so that conversations with environments cannot part"

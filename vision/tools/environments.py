@@ -99,7 +99,7 @@ class Episode(Owner):
             return self.environment.reset(**given)
 
         def seeded() -> Any:
-            with global_seed(self.seed):  # finish coroutines before the seed is restored
+            with global_seed(self.seed):  # an async `reset` must end before the generators are restored
                 shown = reset()
                 return asyncio.run(awaited(shown)) if inspect.isawaitable(shown) else shown
 

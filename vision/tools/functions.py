@@ -16,9 +16,9 @@ from mmrl.core.types import Media
 from mmrl.vision.tools.declarations import SHOWN, argument_types, check_tool, parameters_of, schema_of
 from mmrl.vision.tools.replies import Answer, Limits, as_answer
 
-ShownImage = Annotated[Any, SHOWN]  # argument type: a PIL image; the model sends its index
+ShownImage = Annotated[Any, SHOWN]  # type of a PIL image, for which the model sends an index
 TIMEOUT = 60.0  # default time limit of a tool call, in seconds
-MAX_CALLS = 16  # most calls per turn
+MAX_CALLS = 16  # maximum number of tool calls per turn
 
 
 @dataclass(eq=False)
@@ -85,7 +85,7 @@ class Tool:
         bound.apply_defaults()
         for name in self.images:
             number = bound.arguments[name]
-            if type(number) is not int:  # None or a default value
+            if type(number) is not int:  # None, or the default if the model sent nothing
                 continue
             if not 0 <= number < len(images):
                 numbers = f"0 to {len(images) - 1}" if images else "of which there is none"

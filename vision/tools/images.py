@@ -58,4 +58,4 @@ def pixel_box(box: Any, width: int, height: int) -> tuple[int, int, int, int]:
 
 
 def _is_finite(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e9  # comparison is false for NaN
+    return type(value) in (int, float) and abs(value) < 1e9  # the comparison is false for NaN

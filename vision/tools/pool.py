@@ -73,7 +73,7 @@ class Pool:
         while self.waiting and len(self.running) < self.most:
             self.running.append(chain := self.waiting.popleft())
             chain.begin()
-            # Daemon threads: a tool that hangs must not keep the process alive after its timeout.
+            # Use daemon threads, because a tool that hangs must not keep the process alive after its timeout.
             threading.Thread(target=self._work, args=(chain,), daemon=True).start()
 
     def _work(self, chain: Chain) -> None:
@@ -82,7 +82,7 @@ class Pool:
             answer = _with_retries(tool, arguments, chain.deadline, chain.limits)
             with self.changed:
                 if time.monotonic() >= chain.deadline:
-                    return  # timed out: nobody waits
+                    return  # the call timed out, so nobody waits for the answer
                 chain.answers.append(answer)
                 chain.begin()
                 self._start()

@@ -16,8 +16,8 @@ from mmrl.data.media import MediaError, as_rgb, is_image, to_image
 from mmrl.data.media_reader import film
 from mmrl.data.media_root import one_frame
 
-MAX_ERROR = 200  # longest error message for the model, in characters
-MAX_PARTS = 64  # most texts, images and videos per reply
+MAX_ERROR = 200  # maximum length of an error message for the model, in characters
+MAX_PARTS = 64  # maximum number of texts, images and videos per reply
 
 
 class ToolFault(RuntimeError):

@@ -20,7 +20,7 @@ from mmrl.reporting.thumbnails import data_uri, sound_of_prompt
 from mmrl.vision.benchmarks.chair import Scene
 from mmrl.vision.benchmarks.time_spans import Span, parse_span
 
-HEIGHT, SIDE = 84, 120  # pixels: height of a video frame, side of an image
+HEIGHT, SIDE = 84, 120  # height of a video frame and side of an image, in pixels
 COLOURS = ("#0f6fbf", "#c2571a", "#7a4fb5", "#5b6b7b")
 GOOD, BAD = "#2b8a3e", "#b3261e"
 
@@ -49,7 +49,7 @@ def film_strip(measured: Mapping[str, Measured], *, num: PositiveInt = 6, frames
             bars.append(_bar(name, [span] if span else [], duration, colour, f"no span in {text!r}"))
         query = html.escape(str(prompt.columns.get("query", prompt.text)))
         strips.append(
-            f"<figure><figcaption>{query}</figcaption><div class=film>"  # as wide as all its frames
+            f"<figure><figcaption>{query}</figcaption><div class=film>"  # its bars are as wide as its frames
             f"<div class=frames>{images}</div>{''.join(bars)}</div>{_player(prompt)}</figure>"
         )
     return f"<h2>Held-out videos</h2><div class=rows>{''.join(strips)}</div>"

@@ -19,7 +19,7 @@ def count_merged(core: nn.Module, inputs: Inputs) -> dict[int, int]:
     config: Any = core.config
     side = config.vision_config.patch_size * config.spatial_merge_size
     count = int((inputs["image_sizes"] // side).prod(-1).sum())
-    if count == 1 and "input_ids" in inputs:  # a whole prompt, not a single image of it
+    if count == 1 and "input_ids" in inputs:  # the inputs are a whole prompt, not one image
         raise ValueError(
             f"an image of at most {side} x {side} pixels cannot be read alone by models of type "
             f"'{config.model_type}'; enlarge it"

@@ -84,7 +84,7 @@ def in_windows(config: Any, frames: Tensor) -> Tensor:
     """Count the features of sounds in Qwen3-Omni: 13 per full window, and one per 8 remaining frames."""
     window = 2 * config.audio_config.n_window
     rest = frames % window
-    for _ in range(3):  # convolutions of stride 2
+    for _ in range(3):  # three convolutions of stride 2
         rest = (rest - 1) // 2 + 1
     return rest + frames // window * 13
 

@@ -84,7 +84,7 @@ class Broadcast(base.WeightTransferEngine):
 
     def start_weight_update(self) -> None:
         """Prepare the layers for weights with the names and shapes of a checkpoint."""
-        self.wanted = {name for name, _ in self.model.named_parameters()}  # tied weights once
+        self.wanted = {name for name, _ in self.model.named_parameters()}  # lists tied weights once
         reload.initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
