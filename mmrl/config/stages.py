@@ -206,7 +206,7 @@ def _over(raw: dict[str, Any], stage: dict[str, Any], common: Sequence[str]) -> 
     shorthands = {key: stage.pop(key) for key in SHORTHANDS if stage.get(key) is not None}
     merged = merge(raw, stage)
     for key, value in shorthands.items():
-        merged = SHORTHANDS[key](value, merged, stage, complete=False)  # False: no TRL defaults
+        merged = SHORTHANDS[key](value, merged, stage, complete=False)  # False: apply no defaults of TRL
     return change(merged, common)
 
 
@@ -224,9 +224,9 @@ def _complete(stages: Sequence[dict[str, Any]], names: Sequence[str], given: set
         raise ConfigError(f"'stages[{i}].init_from' is '{wanted}', which is no stage before that one")
     if i == 0:
         if not stage.get("init_from") and "carry" not in given:
-            stage.pop("carry", None)  # set for all stages, but no stage precedes the first
+            stage.pop("carry", None)  # the file sets it for all stages, but no stage precedes this one
         return None
-    # A carried sampler needs the random stream that shuffled its order.
+    # A sampler carried over keeps its shuffled order, so it needs the `stage` (random stream) that drew it.
     goes_on = "sampler" in (stage.get("carry") or ())
     stage.setdefault("stage", stages[-2].get("stage", 0) if goes_on else i)
     stage.setdefault("init_references", True)

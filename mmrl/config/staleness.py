@@ -13,7 +13,7 @@ CORRECTION = Piece("truncated_importance")  # default `step_weight` for rollouts
 
 
 def lacks_correction(entry: Entry, options: Mapping[str, Any], needs: Needs) -> bool:
-    """Whether an objective leaves its option `step_weight` unset, and does not read the engine's `logp`."""
+    """Whether an objective does not correct for rollouts of older weights, but has the option to do so."""
     return "step_weight" in entry.options.keys() - options.keys() and "engine" not in needs.others
 
 

@@ -42,7 +42,7 @@ def check_replay(engines: Sequence[Bound]) -> None:
 
 
 def tags_read(bound: Bound) -> Iterator[str]:
-    """List the tags that a piece and its inner pieces read: declared, in options, or in the key `at`."""
+    """List the tags that a piece and its inner pieces declare, or name in options or in the key `at`."""
     for piece, hint, value in options_in(bound):
         yield from piece.entry.needs.tags
         at = piece.call.get("at", "last")
@@ -60,9 +60,9 @@ def named_in(bounds: Iterable[Bound], names: Iterable[str]) -> set[str]:
 
 def options_in(bound: Bound) -> Iterator[tuple[Bound, Any, Any]]:
     """Yield (piece, type, value) for every option of a piece and of its inner pieces."""
-    yield bound, None, None  # include a piece without options
+    yield bound, None, None  # once per piece, so that a piece without options is included
     for name, option in bound.entry.options.items():
-        # Objects store options as attributes.
+        # A piece that is an object may hold the option as an attribute instead of in `bound.options`.
         value = bound.options.get(name, getattr(bound.function, name, option.default))
         yield bound, bound.entry.hints.get(name), value
         for inner in value if isinstance(value, tuple) else (value,):

@@ -94,7 +94,7 @@ class _Spelling(dict[int, str]):
             written = str(unicodedata.decimal(char))
         elif kind == "Zs":
             written = " "
-        elif decomposed.startswith("<") and not decomposed.startswith("<super>"):  # such as full-width forms
+        elif decomposed.startswith("<") and not decomposed.startswith("<super>"):  # e.g. full-width letters
             written = unicodedata.normalize("NFKC", char)
             written = "".join(SPELLED.get(each, each) for each in written)
         else:

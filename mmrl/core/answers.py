@@ -39,7 +39,7 @@ SCALES = {"%": Fraction(1, 100), "‰": Fraction(1, 1000), "percent": Fraction(1
 }  # fmt: skip
 DIGITS = 300  # limit on the number of digits, and on the exponent, of a number that is parsed
 
-# A comma is a decimal comma if it does not group thousands, or if dots before it group the thousands.
+# Read a comma as decimal comma if it does not group thousands, or if dots before it do (1.234,5).
 # At most six groups of digits, to bound the time of the regex search in long sequences.
 _LITERAL = (
     r"(?:[1-9]\d{0,2}(?:\.\d{3}){1,6},\d++|[1-9]\d{0,2}(?:\.\d{3}){2,6}(?![.,]?\d)"
@@ -136,7 +136,7 @@ def _is_article(token: re.Match, text: str, *, first: bool) -> bool:
     word, after = token["word"], text[token.end() : token.end() + 30]
     if word.lower() not in ARTICLES or token["end"]:
         return False
-    if word in ("a", "A"):  # only before a noun; a capital only at the start
+    if word in ("a", "A"):  # an article only before a noun, and a capital only as the first word
         noun = re.match(r"[\s\"']+([^\W\d_]{2,})", after)
         return bool(noun and noun[1].lower() not in CONNECTED and (first or word == "a"))
     return bool(re.match(r"\s+\S", after))

@@ -17,7 +17,7 @@ from mmrl.core.reward_table import ABSENT, RewardTable, place_of_steps
 from mmrl.core.tensor import group_index, group_sum, pad_to
 
 EPISODE, TURN = "episode", "turn"  # tags of outcomes
-BARE = "bare"  # tag of an outcome that is scored only by rewards with `at: every`
+BARE = "bare"  # tag of a prefix of an answer as outcome, which only rewards with `at: every` score
 ORDER = "turn_number"  # name of the id column that holds the number from the tag `turn`
 
 
@@ -80,7 +80,7 @@ def _joined(table: RewardTable, rows_of: Sequence[Sequence[int]]) -> RewardTable
             shift[row] = before
             before += steps[row]
         shifts.append(before)
-    at = pad_sequence(entries, batch_first=True, padding_value=-1)  # (E episodes, S outcomes) indices
+    at = pad_sequence(entries, batch_first=True, padding_value=-1)  # (E, S) indices in flattened (N, K)
     filled, at = at >= 0, at.clamp(min=0)
 
     def gathered(column: Tensor, fill: float) -> Tensor:

@@ -26,7 +26,7 @@ def _convolution(args: Sequence[Any], out: Any) -> int:
 
 
 def _attention(args: Sequence[Any], out: Any, causal: int = 4) -> int:
-    """Count the operations of attention for q (batch, heads, queries, d); `args[causal]` is a flag."""
+    """Count the operations of attention for q (batch, heads, queries, d); `args[causal]` is `is_causal`."""
     q, k, v = args[:3]
     pairs = q.shape[-2] * k.shape[-2]
     if len(args) > causal and args[causal]:  # query i attends to min(i + 1, keys) keys
@@ -54,7 +54,7 @@ if BUILT:
 
 
 class CountOperations(TorchDispatchMode):
-    """Counts floating-point operations in `total`, a counter keyed by the last label in the list `where`."""
+    """Counts floating-point operations in `total`, by label: the caller pushes and pops labels in `where`."""
 
     def __init__(self, where: list[str] | None = None) -> None:
         super().__init__()

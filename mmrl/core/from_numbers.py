@@ -133,7 +133,7 @@ def _listed(row: Any) -> list:
 
 @dataclass
 class ListedSteps:
-    """Row and step indices instead of model inputs. Rows of a group share a prompt of `prompt` steps."""
+    """A stand-in for model inputs with row and step indices. A group shares a prompt of `prompt` steps."""
 
     rows: Tensor  # (N,)
     columns: Tensor  # (T,)

@@ -15,7 +15,7 @@ PAYOFF = "payoff"  # name of the recorded reward
 
 @dataclass(frozen=True)
 class Turn:
-    """A finished turn: player, number in the game, answer, and tags."""
+    """A finished turn: the player, its number among all turns of the game, the answer, and tags."""
 
     player: str
     number: int

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-MANY = 1 << 16  # oneDNN is faster for weights with more elements
+MANY = 1 << 16  # number of elements; for larger weights oneDNN is faster
 MOST = 4 << 30  # largest size of packed weights in bytes
 BUILT = (
     torch.backends.mkldnn.is_available()
@@ -27,7 +27,8 @@ BUILT = (
     and platform.machine().lower() in ("x86_64", "amd64")
 )
 # With AVX2 only (Zen 3), a thread reaches 103 GFLOP/s with MKL and 77 with oneDNN. With packed weights and
-# `FEW` rows, oneDNN takes 0.6 to 1 times as long as MKL, which uses half of the memory bandwidth.
+# a number of rows in `FEW`, oneDNN takes 0.6 to 1 times as long as MKL, which reaches half of the memory
+# bandwidth.
 FASTER = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 FEW = range(2, 49)
 # Layers of transformers models that read the same input; their packed weights are concatenated.
@@ -151,7 +152,7 @@ class Packed:
         weight, self.bias = side_by_side(layers)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight)
         self.read: tuple[Tensor | None, int] = None, 0  # last input and its write counter
-        self.parts: dict[int, Tensor] = {}  # outputs for `read` not yet returned, by layer
+        self.parts: dict[int, Tensor] = {}  # by layer: outputs for `read` until they are returned
 
     def __call__(self, number: int, x: Tensor) -> Tensor:
         """Compute the output of the layer with index `number`."""

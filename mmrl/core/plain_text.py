@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 BREAK = "\udc00"  # an unpaired surrogate; `whole` removes it from all input
-PRIVATE = range(0xE000, 0xF900)  # Unicode characters for private use
+PRIVATE = range(0xE000, 0xF900)  # Unicode's private-use characters
 # Special tokens of common vocabularies, except <image> and <video>, with which data rows mark media.
 COMMON = re.compile(
     r"<[|\N{FULLWIDTH VERTICAL LINE}][^<>\s]{1,40}>|<[^<>\s|]{1,40}[|\N{FULLWIDTH VERTICAL LINE}]>"
@@ -58,7 +58,7 @@ def block_after(written: str) -> str:
 def inside(block: str, texts: Sequence[str]) -> list[str]:
     """Insert a space into every tag named `block` in texts that a template will put inside such a block.
 
-    So a tool's reply cannot close the template's own block where </tool_response> is no special token.
+    So a tool's reply cannot close its block, even if </tool_response> is no special token of the model.
     """
     mark = re.compile(rf"[<\[](?=\s*/?\s*{re.escape(block)}\s*[>\]])", re.IGNORECASE)
     parted = list(texts)
@@ -162,7 +162,7 @@ class MarkedTokenizer:
 
     def __init__(self, source: Any, mark: str) -> None:
         self.source, self.mark = source, mark
-        self._twin: tuple[str, Any] = "", None  # token in place of the mark, tokenizer with that token
+        self._twin: tuple[str, Any] = "", None  # replacement of the mark, and a tokenizer with it as a token
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "source":  # `copy` looks these up before `__init__`
@@ -193,7 +193,7 @@ class MarkedTokenizer:
         return self.source.pad(rows, **{"padding": False, **late})
 
     def _knowing(self, texts: Sequence[str]) -> tuple[str, Any]:
-        """Return a character that no text contains, and a tokenizer copy with it as a special token."""
+        """Return a character that no text contains, and a copy of the tokenizer in which it is a token."""
         from tokenizers import AddedToken
 
         token, twin = self._twin

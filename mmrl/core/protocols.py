@@ -47,7 +47,7 @@ class Policy(LogProbs, Protocol):
 
 @runtime_checkable
 class RendersPrompts(Protocol):
-    """A policy, or its weightless prompt check, that renders prompts with the model's chat template."""
+    """Renders prompts with the model's chat template: a policy, or its prompt check without weights."""
 
     def render(self, prompt: Prompt) -> str:
         """Render a prompt with its chat template; media become short placeholders."""
@@ -135,10 +135,10 @@ class ComparesAnswers(Engine, Protocol):
     """An engine that checks servers' log-probabilities against the policy, one forward pass per answer."""
 
     def compare(self, even: Callable[..., Iterable[tuple]]) -> None:
-        """Compare log-probabilities of the last `rollout` with those of a sharded policy.
+        """Compare the servers' log-probabilities of the last `rollout` with those of the sharded policy.
 
-        Every process has to call this. `even(list, stand_in)` pads a list of forward passes, so that all
-        processes run equally many; `stand_in` replaces an empty list.
+        Every process has to call this. `even(list, stand_in)` pads a list of forward-pass inputs, so that all
+        processes run equally many passes; a process with an empty list runs `stand_in`.
         """
 
 
@@ -209,7 +209,7 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class Observer(Stateful, Protocol):
-    """A piece with state that observes every sampling round of a step, before groups are dropped."""
+    """A piece with state that observes every sampling round of a step, before groups are filtered."""
 
     def observe(self, rollouts: Rollouts, table: RewardTable) -> None:
         """Update the state after a sampling round; `rollouts` are the rows of `table` on this process."""
@@ -217,7 +217,7 @@ class Observer(Stateful, Protocol):
 
 @runtime_checkable
 class UsesEngine(Protocol):
-    """A piece that needs the engine between rollouts, or communication with other processes."""
+    """A piece that answers prompts of its own with the engine, or communicates with other processes."""
 
     def connect(self, ask: Callable[[Sequence[Prompt]], Rollouts], tell: Callable[[Any], list[Any]]) -> None:
         """Receive the functions `ask` and `tell`; called once, before any prompt is drawn.

@@ -107,7 +107,7 @@ class RewardTable:
     values: Tensor  # (N, R, K) rewards, later advantages; defined where `valid`
     valid: Tensor  # (N, R, K) False where a reward does not apply, or there is no outcome
     weights: Mapping[str, float]  # names of the R rewards, in order, with their weights in a sum
-    scored: Mapping[str, Tensor]  # (N, K) every reward as measured, NaN where it does not apply
+    scored: Mapping[str, Tensor]  # (N, K) by reward: as measured, `values` may change later; or NaN
     ends: Tensor  # (N, K) int64: number of steps up to the outcome's end; ABSENT: no outcome
     ids: Mapping[str, Tensor]  # (N, K) int64 by name: `IDS` and every tag
     notes: Mapping[str, Tensor]  # (N, T) values from the engine, NaN if not recorded

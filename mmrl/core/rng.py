@@ -28,7 +28,7 @@ class Stream:
         # The separator distinguishes (1, 23) from (12, 3).
         run = (self.seed, self.stage) if self.stage else (self.seed,)
         words = "\x1f".join(map(str, (*run, self.purpose, self.step, self.round, *key)))
-        data = words.encode("utf-8", "surrogatepass")  # file names may hold invalid UTF-8
+        data = words.encode("utf-8", "surrogatepass")  # keys may be file names, which may be invalid UTF-8
         digest = hashlib.blake2b(data, digest_size=8).digest()  # `hash` differs between processes
         return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
 

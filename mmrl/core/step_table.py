@@ -40,7 +40,7 @@ class Totals:
     steps: float = 0.0
     rows: float = 0.0
     groups: float = 0.0
-    drawn: float = 0.0  # rows, including rows without advantage
+    drawn: float = 0.0  # rows after the group filter, including rows without an advantage
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Batch:
     others: Mapping[str, StepOutput] = field(default_factory=dict)  # by policy: "old", "ref", ...
     totals: Totals = Totals()
     drawn: float | None = None  # rows after the group filter, before the advantage chain; None: `len(self)`
-    order: tuple[int, ...] = ()  # group ids of the step on all processes; empty: `group`
-    rows: Tensor = torch.zeros(0, dtype=torch.int64)  # (N,) index of the rollout; empty if unknown
+    order: tuple[int, ...] = ()  # group ids of the step on all processes, split by `parts`; empty: `group`
+    rows: Tensor = torch.zeros(0, dtype=torch.int64)  # (N,) index in the step's rollouts; empty if unknown
 
     @staticmethod
     def of(steps: Steps, mask: Tensor, notes: Mapping[str, Tensor]) -> Batch:
@@ -76,7 +76,7 @@ class Batch:
         return dataclasses.replace(self, **changes)
 
     def by(self, name: str, new: StepOutput) -> StepOutput:
-        """Return the outputs of policy `name`; `old` defaults to `new` without gradient (ratio 1)."""
+        """Return the outputs of policy `name`; without outputs of `old`, return `new` detached (ratio 1)."""
         return new.detach() if name == "old" and name not in self.others else self.others[name]
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -102,13 +102,13 @@ class Batch:
         )
 
     def blank(self) -> Batch:
-        """Return the first row with a zero mask: dummy input for a process that has nothing to learn."""
+        """Return the first row with mask and advantage 0: dummy input for a process with nothing to learn."""
         first = self.select(torch.tensor([0]))
         nothing = torch.zeros_like(first.mask)
         return first.replace(mask=nothing, advantage=torch.zeros_like(first.advantage), drawn=0.0)
 
     def count(self) -> Totals:
-        """Count the steps with mask 1, the rows and groups with such steps, and the rows after the filter."""
+        """Count steps with mask 1, rows and groups that have any, and rows after the group filter."""
         rows = self.mask.sum(-1) > 0  # (N,)
         groups = self.group[rows].unique().numel()
         drawn = len(self) if self.drawn is None else self.drawn
@@ -144,7 +144,7 @@ class Batch:
         groups: dict[tuple[int, int], list[int]] = {}  # in order of first appearance
         for row, (bucket, name) in enumerate(zip(buckets, self.group.tolist(), strict=True)):
             groups.setdefault((name, 0 if unit == Unit.GROUP else bucket), []).append(row)
-        apart: dict[tuple[int, ...], list[list[int]]] = {}  # groups, by their rows' buckets
+        apart: dict[tuple[int, ...], list[list[int]]] = {}  # groups, by the buckets that their rows are in
         for whole in groups.values():
             apart.setdefault(tuple(sorted({buckets[row] for row in whole})), []).append(whole)
         return [cut for held in sorted(apart) for cut in self._cuts(apart[held], max_steps, unit)]
@@ -205,7 +205,7 @@ def spread(credit: RewardTable, batch: Batch) -> Batch:
     return batch.replace(
         group=credit.group.to(device),
         mask=mask,
-        advantage=advantage.float().to(device) * mask,  # float64 until here
+        advantage=advantage.float().to(device) * mask,  # the table is float64
         notes={**batch.notes, **notes},
         rows=torch.arange(len(credit)),
     )

@@ -82,11 +82,11 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 def rarity(
     rate: Tensor, known: Tensor, *, alpha: float = 1.0, sigma: float = 0.2, eps: float = 1e-6
 ) -> Tensor:
-    """Weight checks by how rarely they pass and how rare their difficulty is (VeRPO, arXiv 2601.03525).
+    """Weight checks of answers: higher if few answers pass, and if few checks have this pass rate (VeRPO).
 
-    Check j with the pass rate p_j has the weight exp(-alpha p_j) / (N_j + eps), where N_j =
-    sum_l exp(-(p_j - p_l)^2 / (2 sigma^2)) counts checks of similar difficulty. Shapes are (N, J, K) for J
-    checks; checks that are not `known` count in no sum.
+    In arXiv 2601.03525, check j with the pass rate p_j has the weight exp(-alpha p_j) / (N_j + eps), where
+    N_j = sum_l exp(-(p_j - p_l)^2 / (2 sigma^2)) counts checks of similar difficulty. Shapes are (N, J, K)
+    for J checks; checks that are not `known` count in no sum.
     """
     apart = rate[:, :, None] - rate[:, None]
     alike = torch.where(known[:, None], (-apart.square() / (2 * sigma**2)).exp(), 0.0).sum(2)

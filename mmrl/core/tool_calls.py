@@ -21,7 +21,7 @@ FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*|$)", re.DO
 PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
 GLM_CALL = re.compile(r"\s*([\w.-]+)\s*(.*)", re.DOTALL)
 GLM_ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|$)", re.DOTALL)
-BETWEEN = " \t\r\n;,[]"  # characters between objects
+BETWEEN = " \t\r\n;,[]"  # characters allowed between calls
 
 
 class CallError(ValueError):
@@ -39,8 +39,8 @@ class Call:
 def parse_calls(text: str, tag: str = "tool_call") -> list[Call | CallError]:
     """Parse the tool calls in an answer in Qwen's format.
 
-    Format: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Other content of a block becomes a
-    CallError in its place. The last block may lack its end tag. Tags are not case-sensitive.
+    Format: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. A block with other content gives a
+    CallError at its place in the list. The last block may lack its end tag. Tags are not case-sensitive.
     """
     return [_parse_call(inside) for inside in _block(tag).findall(text)]
 
@@ -182,7 +182,7 @@ def _objects(text: str) -> list[Call | CallError]:
 
 
 def _named(text: str) -> list[Call | CallError]:
-    """Parse the calls at the start of a text: a name and a JSON object of arguments each."""
+    """Parse the calls at the start of a text, each written as a name and a JSON object of arguments."""
     calls = []
     while named := NAMED.match(text):
         try:

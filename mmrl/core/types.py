@@ -18,7 +18,7 @@ from mmrl.core.tool_calls import Call, CallError
 # Tag of rollouts that replay does not store, because neither token ids nor a transcript suffice to rebuild
 # them.
 CHANGED = "changed"
-# Name of a per-token record for tokens sampled by older weights: the training step of these weights.
+# Name of a note (T,) on rows that older weights sampled: the training step of each token's weights.
 VERSION = "weights_version"
 
 
@@ -33,7 +33,7 @@ class Readable(Protocol):
 class Unit(IntEnum):
     """The smallest part of a batch whose loss can be computed alone."""
 
-    STEP = 0  # ascending by size: the `max` of two units is valid for both
+    STEP = 0  # ascending by size, so that `max` combines two requirements
     ROW = 1
     GROUP = 2
 
@@ -42,7 +42,7 @@ class Unit(IntEnum):
 class Sound:
     """A decoded sound with one channel."""
 
-    samples: Tensor  # (T,) float32 from -1 to 1; sample i is at i / rate seconds
+    samples: Tensor  # (T,) float32 from -1 to 1; sample i is at i / `rate` seconds
     rate: int  # samples per second
 
 
@@ -53,7 +53,7 @@ class Frames:
     pixels: Tensor  # (F, 3, height, width) uint8
     times: Tensor  # (F,) seconds
     duration: float = 0.0  # seconds of the whole video
-    sound: Sound | None = None  # the sound track, from the time of the first frame on
+    sound: Sound | None = None  # sound track; sample 0 is at the time of the first frame
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class Media:
 class Part:
     """One part of a message: a text or a medium.
 
-    `quoted` marks text of a model, a tool or an environment. Only such text may contain media placeholders
-    literally.
+    `quoted` marks text of a model, a tool or an environment, in which a placeholder such as <image> is plain
+    text. Other texts must not contain placeholders.
     """
 
     text: str = ""
@@ -134,10 +134,11 @@ class Outcome:
         end: Number of steps after which the outcome is complete; None: all steps of the rollout.
         tags: Labels that the engine or data set gives the outcome, such as `finish`.
         recorded: Rewards that the data set or the engine has measured.
-        tokens: Token ids of `text` if it has more tokens than steps, as a prefix completed for a reward.
+        tokens: Token ids of `text`, if they are not the first `end` sampled tokens (a prefix that was
+        completed for a reward).
         environment: The environment object of the conversation, for rewards written for TRL.
         extra: Tool calls and thoughts of a recorded answer, as in `Message`.
-        asked: Messages of the prompt with the media of this recorded answer; empty: the prompt's own.
+        asked: Prompt of this recorded answer, if its media differ from those of the data row; else empty.
         turns: Recorded messages between the prompt and this answer: of the assistant, of tools, of the user.
     """
 
@@ -183,7 +184,7 @@ class Prompt:
     Args:
         uid: Unique name in the data set.
         messages: The conversation to answer.
-        target: What rewards compare answers with: a span in seconds, a box, a caption.
+        target: The reference that rewards compare answers with, such as a time span, a box or a caption.
         answers: Recorded answers: demonstrations or preference pairs.
         columns: Other columns of the row, which rewards written for TRL get by name.
         split: Split of the data set that has the row.
@@ -282,7 +283,7 @@ class PromptError(ValueError):
 def reading(prompt: Prompt) -> Iterator[None]:
     """Convert a ValueError inside this context to a `PromptError`.
 
-    Errors about the model, whose class sets `ends_run`, pass unchanged.
+    Errors whose class sets `ends_run` concern the model, not the prompt, and pass unchanged.
     """
     try:
         yield
@@ -300,7 +301,7 @@ class Count(float):
 
 @dataclass(frozen=True)
 class Clock:
-    """Inputs of a schedule."""
+    """Training progress, from which scheduled options are computed."""
 
     step: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)  # metrics of the last step

@@ -40,7 +40,7 @@ FORMS = (*WRITTEN, *SEPARATED)
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")  # file name suffix of a split's parts on the hub
 BATCH = 256  # rows of a parquet file in memory at once
 DEEPEST = 64  # most nesting levels of a row, because code that walks through rows is recursive
-HELD_OUT = {"test", "val", "valid", "validation", "dev", "eval"}  # splits that no training should see
+HELD_OUT = {"test", "val", "valid", "validation", "dev", "eval"}  # split names of held-out data
 SURROGATE = re.compile("[\ud800-\udfff]")  # lone surrogate: JSON can escape it, UTF-8 cannot encode it
 log = logging.getLogger("mmrl")
 
@@ -85,7 +85,7 @@ class UniqueIds:
 
 def valid_rows(path: Path) -> Iterator[DataRow]:
     """Yield the rows of a file; raise `RowError` at the first bad row, with a list of all bad rows."""
-    rows = iter(Rows(path, path))  # one pass, which `bad_rows_error` continues
+    rows = iter(Rows(path, path))  # one iterator: the error reads on from the first bad row
     for row in rows:
         if row.fault:
             raise bad_rows_error(path, [f"{bad.place}: {bad.fault}" for bad in (row, *rows) if bad.fault])
@@ -113,8 +113,8 @@ def read_prompts(
         rows: The rows.
         make: Maps a row and its number to a prompt, or to None to skip the row; equal arguments must give
             equal prompts. Raises `RowError` with a message that does not name the row.
-        reads: The columns that `make` reads, and gets as the row's `columns`. A row with another known
-        column is bad, unless a piece of the run reads it (see `RowFields`). None: no check.
+        reads: The columns that `make` reads, and gets as the row's `columns`. None: no check. Otherwise a
+            row is bad if nothing in the run reads a column that `RowFields` knows, such as `chosen`.
         bad_rows: "error" raises; "drop" logs and skips bad rows; "" is for datasets without this option.
         limit: Largest number of prompts; 0: no limit.
     """
@@ -152,7 +152,7 @@ def read_each(
     bad_rows: str = "",
     limit: int = 0,
 ) -> list[T]:
-    """Create a value from every row with `make`; arguments and errors are as in `read_prompts`."""
+    """List the values that `make` returns for the rows, without None; arguments are as in `read_prompts`."""
     values: list[T] = []
     bad: list[str] = []
     for number, row in enumerate(rows):
@@ -177,8 +177,8 @@ def read_each(
 def row_files(path: Path) -> list[Path]:
     """List the files of a dataset: the file itself, or the files in a folder or its subfolder `data`.
 
-    Files `.json` are read only if there are no others: beside other files, they are descriptions. A
-    path may be a pattern, such as `data/train-*.parquet` or `data/*/validation*`.
+    `.json` files are read only if there are no other files, beside which they hold metadata. A path may
+    be a pattern, such as `data/train-*.parquet` or `data/*/validation*`.
     """
     if path.is_file():
         if path.suffix not in FORMS:

@@ -13,14 +13,14 @@ from mmrl.core.types import Part, Prompt
 
 TAG = "hint"  # tag of the outcomes of a prompt with a hint
 WANTED = "wanted_hint"  # tag of a prompt for which the engine `with_hinter` writes a hint
-WROTE = "wrote"  # tag of an outcome that is a hint; answers that use it have the same value in `TAG`
+WROTE = "wrote"  # tag of an outcome that is a generated hint; `TAG` has its value in answers to it
 ATTEMPT = "failed_attempt"  # column with the failed answer, if `WANTED` is set
 TEMPLATE = "\n\nHint: {hint}"
 SENTENCE_END = re.compile(r"(?<=[.!?。])\s+|\n+")
 
 
 def with_hint(prompt: Prompt, hint: str, *, tag: str, template: str = TEMPLATE) -> Prompt:
-    """Append a hint to the last message of a prompt; the prompt keeps its id, and so its group.
+    """Append a hint to the last message of a prompt; answers stay in the group of the prompt's id.
 
     Outcomes of the new prompt get the tag `hint` with the value `tag`; without a hint they lack this tag.
     """
@@ -50,7 +50,7 @@ def sentences(text: str) -> list[str]:
 
 
 def tiers(value: Any, cuts: int) -> list[str]:
-    """List hints, weakest first: the texts of a list, or `cuts` prefixes of a text with growing length."""
+    """List hints, weakest first: the texts of a list, or up to `cuts` prefixes of a text, shortest first."""
     match value:
         case str():
             parts = sentences(value)

@@ -202,7 +202,7 @@ def _in_8_bits(image: Any, file: Any, name: str) -> Any:
     grey = (values.clip(0, white) * 255 + white // 2) // white
     scaled = Image.fromarray((255 - grey if inverted else grey).astype(numpy.uint8))
     clear = file.info.get("transparency")
-    if clear is not None:  # the transparent grey value of a PNG
+    if clear is not None:  # the grey value that a PNG declares transparent
         scaled.putalpha(Image.fromarray(((values != clear) * 255).astype(numpy.uint8)))
     return scaled
 

@@ -17,11 +17,11 @@ ROLES = ("system", "user", "assistant", "tool")
 READ = ("role", "content")  # keys of a message that are parsed
 # Keys of a message that chat templates read.
 KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking")
-NEUTRAL = {"weight": 1, "loss": True}  # keys that weight a turn's loss, with the default values
-CALL = ("id", "type", "index", "function")  # keys of a tool call, besides the keys of its function
+NEUTRAL = {"weight": 1, "loss": True}  # keys that weight a turn's loss, allowed only with these values
+CALL = ("id", "type", "index", "function")  # allowed keys of a tool call, besides the keys of its function
 ASKED = ("prompt", "question")  # columns that may hold the question, tried before `messages`
 NAMES = ("path", "url")  # keys of a message part for its file, besides the kind (`image`)
-Slot = tuple[str, Media | None]  # a placeholder's kind, and the medium if the part contains it
+Slot = tuple[str, Media | None]  # kind of a placeholder; medium, if the part contains it
 # Creates a medium from its kind, its value in the row, and its name for errors.
 ReadMedia = Callable[[str, Any, str], Media]
 
@@ -210,7 +210,7 @@ def interleaved(words: str, media: Sequence[Media]) -> tuple[Part, ...]:
 
 
 def asked_of(fields: Mapping[str, Any]) -> Any:
-    """Return the question of a row, from `prompt`, `question` or `messages`, with its `system` prompt.
+    """Return the question of a row, from the columns `prompt`, `question` or `messages`, and `system`.
 
     `messages` may end with one answer. Raises `RowError` if the columns contradict each other.
     """

@@ -63,7 +63,7 @@ def _nested(options: Any) -> Iterator[tuple[str, Any]]:
         if objects.is_object(text) or IMPORTED.fullmatch(text):
             try:
                 yield SCORING[0], objects.get(text) if objects.is_object(text) else import_name(text)
-            except (ConfigError, ImportError, AttributeError):  # the text is not a name
+            except (ConfigError, ImportError, AttributeError):  # not every text names an object
                 continue
 
 

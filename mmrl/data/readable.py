@@ -50,7 +50,7 @@ class PromptCheck:
         self.seen.add(prompt.uid)
 
     def rest(self, prompts: Sequence[Prompt], drop: bool, place: str) -> Sequence[Prompt]:
-        """Check all prompts that were not checked yet; drop the bad prompts if `drop`, else raise."""
+        """Check the prompts that were not checked yet; drop prompts that fail if `drop`, else raise."""
         bad: dict[int, str] = {}
         for at, uid in enumerate(uids_of(prompts)):
             if uid not in self.seen:
@@ -87,7 +87,7 @@ def prompt_check(policy: Piece, engines: Sequence[Piece] = ()) -> PromptCheck | 
 def checked_prompts(
     pieces: Pieces, data: Piece, place: str, named: NamedColumns, check: PromptCheck | None
 ) -> Sequence[Prompt]:
-    """Read a data set; `named` are columns that pieces read. Unreadable prompts count as bad rows."""
+    """Read a data set; `named` are columns that pieces read. A prompt that fails `check` is a bad row."""
     tokens = NAMED.set(named), CHECK.set(check)
     try:
         prompts = pieces.prompts(data, place)

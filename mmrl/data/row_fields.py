@@ -41,7 +41,7 @@ ASKING: dict[str, str] = {
     "system": "put it before the question, as a message of the role `system`",
     "chat_template_kwargs": "set `policy.chat_template_kwargs`, for all rows",
 }
-# Columns of answers and their labels, which rewards can read by name.
+# The same for columns of answers and their labels, except that a reward may read them by name.
 JUDGING: dict[str, str] = {
     **dict.fromkeys(("chosen", "rejected", "preferred_output", "non_preferred_output"), PAIRS),
     **dict.fromkeys(("rejected_response", "rejected_messages", "response", "output"), TOOLKIT),
@@ -113,7 +113,7 @@ class RowFields:
     def parted(self, row: DataRow) -> DataRow:
         """Split a row into the columns that the data set reads and `others`.
 
-        Raises `RowError` for an unread, non-empty column with a known meaning.
+        Raises `RowError` for an unread, non-empty column that is in `ASKING` or `JUDGING`.
         """
         filled = {name for name, value in row.columns.items() if has_content(value)}
         reads: set[str] = set()

@@ -24,7 +24,7 @@ log = logging.getLogger("mmrl")
 BOM = b"\xef\xbb\xbf"  # byte order mark, with which some editors begin files
 PLACE = re.compile(r"(:\d+|\[\d+\])$")  # line or row number at the end of `DataRow.place`
 GROUP_BYTES = 16 << 20  # larger row groups of parquet are not decoded for single rows
-GROUP_ROWS = 1 << 14  # the same limit in rows, because compression hides large groups
+GROUP_ROWS = 1 << 14  # limit in rows, because the size of compressed groups can be misleading
 # Cache of the last decoded row groups of all files, as tables of pyarrow.
 GROUPS: ByteLRU[Any] = ByteLRU(4 * GROUP_BYTES, lambda table: table.nbytes)
 SHOWN = 10  # most bad rows that an error lists

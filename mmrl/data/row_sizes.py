@@ -22,7 +22,7 @@ def row_size(columns: Mapping[str, Any], *, source: bool = False) -> Size | None
     word = columns.get("size") if has_content(columns.get("size")) else ""
     if not source and word == "source":
         raise RowError("the row asks for the `size` of its source image, and rows here have none")
-    word = word if source else ""  # else `size` may be an unrelated column
+    word = word if source else ""  # without `source`, `size` may be an unrelated column
     if word not in ("", "source"):
         raise RowError(f"wanted 'source' as `size`, got {short(word)}; other sizes are `height` and `width`")
     if word and {"height", "width"} & sizes.keys():

@@ -115,7 +115,7 @@ def _times_within(path: Path, duration: float, sampling: FrameSampling) -> list[
 def sampled_size(path: Path, sampling: FrameSampling) -> tuple[int, int, int, float]:
     """Return (frames, height, width, seconds) of a video as `read_video` samples it, without decoding.
 
-    For rotated videos, height and width are swapped compared with `read_video`.
+    Height and width are those before rotation: for a video turned by 90 degrees, `read_video` swaps them.
     """
     with opened_video(path) as container:
         _, duration = _timing(path, container)
@@ -171,7 +171,7 @@ def _with_end(frames: Iterable[Any], zero: float) -> Iterator[tuple[Any, float]]
     timed = (frame for frame in frames if frame.time is not None)
     for frame, following in pairwise(chain(timed, [None])):
         if following is not None:
-            yield frame, following.time - zero - 5e-4  # minus 0.5 ms, because file times are rounded
+            yield frame, following.time - zero - 5e-4  # minus 0.5 ms, as times in files are rounded
         else:
             length = float(frame.duration * frame.time_base) if frame.duration else 0.0
             yield frame, frame.time - zero + max(length, 1e-3)

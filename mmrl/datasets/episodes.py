@@ -11,7 +11,8 @@ from mmrl.core.types import Message, Part, Prompt
 def episodes(*, count: PositiveInt = 64) -> list[Prompt]:
     """Create empty prompts, for environments whose method `reset` states the task.
 
-    In every step, an environment draws a new start state for a prompt. Rewards in TRL's form get messages.
+    In every step, an environment draws a new start state for a prompt. Rewards in TRL's form get prompts and
+    completions as messages.
 
     Args:
         count: Number of prompts.

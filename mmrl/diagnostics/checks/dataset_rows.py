@@ -89,7 +89,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def text_of(value: Any) -> str:
-    """Return the text of an answer: a text, a number, a message, the last of several, or content parts."""
+    """Return the text of an answer: a text, a number, a message, the last of several messages, or parts."""
     match value:
         case str():
             return value
