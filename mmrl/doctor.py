@@ -23,7 +23,7 @@ from mmrl.runtime.modules import evaluating
 from mmrl.training.collect import collect, in_order
 from mmrl.training.trainer import Run
 
-SPARE = 0.1  # allowed fraction of trained parameters with a gradient of 0
+SPARE = 0.1  # fraction of trained parameters that may have a gradient of 0
 LONGEST = 2000  # characters of a prompt or answer that are shown
 NUDGE = 1e-3  # size of noise added to weights; without it, half of a new adapter's gradients are 0
 
@@ -117,7 +117,7 @@ def _look(small: Config, config: Config) -> Examined:
         return in_order(rows, [prompt.uid for prompt in prompts])
 
     memory = estimate_with(config, run.policy, [row.prompt for row in collection.rollouts])
-    if "learning/activations" not in memory:  # fallback: measured here
+    if "learning/activations" not in memory:  # no estimate: use the measured value
         memory = {**memory, f"learning/activations of {run.learner.guard.micro_batch_steps} steps": saved}
     return Examined(
         config=config,

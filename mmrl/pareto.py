@@ -93,7 +93,7 @@ class Resampled:
 def measure(
     evaluator: Evaluator, meters: Sequence[Bound], predictions: Path
 ) -> tuple[Resampled, dict[str, float]]:
-    """Answer all prompts and measure the time, then slow cost metrics on the first `CHUNK` prompts.
+    """Answer all prompts and measure the time, then the cost metrics on the first `CHUNK` prompts.
 
     The answers to all prompts are written to the file `predictions`.
     """

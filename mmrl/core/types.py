@@ -134,8 +134,7 @@ class Outcome:
         end: Number of steps after which the outcome is complete; None: all steps of the rollout.
         tags: Labels that the engine or data set gives the outcome, such as `finish`.
         recorded: Rewards that the data set or the engine has measured.
-        tokens: Token ids of `text`, if they are not the first `end` sampled tokens (a prefix that was
-        completed for a reward).
+        tokens: Token ids of `text`, if they are not the row's first `end` steps: a completed prefix.
         environment: The environment object of the conversation, for rewards written for TRL.
         extra: Tool calls and thoughts of a recorded answer, as in `Message`.
         asked: Prompt of this recorded answer, if its media differ from those of the data row; else empty.

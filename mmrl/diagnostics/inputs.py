@@ -63,7 +63,7 @@ def check_inputs(config: Config | EvaluateConfig) -> None:
 def _prompt_check(config: Config | EvaluateConfig, place: str) -> PromptCheck | None:
     """Create the check of a data set's prompts; it also checks output sizes set by the engine.
 
-    Return None if the check would have to download files of a text model.
+    Returns None for a hub model whose outputs have no size: its check would have to download files.
     """
     engines, model = engines_of(config)[place], str(config.policy.options.get("model", ""))
     local = bool(model) and Path(model).expanduser().is_dir()
@@ -248,7 +248,7 @@ def _columns(place: str, data: Piece, at: str, rewards: Sequence[Piece]) -> Iter
 
 
 def _first_columns(options: Mapping[str, Any], count: int | None = FIRST) -> set[str]:
-    """Return the column names of the first `most` rows (None: all); empty if rows cannot be read."""
+    """Return the column names of the first `count` rows (None: all); empty if rows cannot be read."""
     path = Path(str(options.get("path", "")))
     if not path.is_dir() and path.suffix not in FORMS:
         return set()

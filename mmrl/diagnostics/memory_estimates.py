@@ -50,7 +50,7 @@ def training(config: Config, policy: Policy, prompts: Sequence[Prompt]) -> Mappi
 
     references = others = 0.0
     for name, piece in config.references.items():
-        # The references `frozen` and `ema` hold a copy of the trained weights.
+        # `holds` says what a reference stores; `frozen` and `ema` store a copy of the trained weights.
         holds = getattr(find("reference", piece.name).target, "holds", OWN_WEIGHTS)
         if holds == OWN_WEIGHTS:
             references += sizes
@@ -86,7 +86,7 @@ SHARDED = ("weights", "learning/gradients", "optimizer", "references")  # compon
 
 
 def sharded(config: Config, module: nn.Module, memory: Mapping[str, float], world: int) -> dict[str, float]:
-    """Estimate one FSDP2 process's memory: its shards, one full layer, and all weights if it samples."""
+    """Estimate the memory of one FSDP2 process: shards, one gathered layer, and all weights if it samples."""
     shares = {name: size / world if name in SHARDED else size for name, size in memory.items()}
     blocks = [block for part in module.modules() if isinstance(part, nn.ModuleList) for block in part]
     layers = [sum(p.nbytes for p in block.parameters()) for block in blocks]

@@ -1,4 +1,4 @@
-"""Checks that a row's target, given as answer, gets the full reward for this row but not for others."""
+"""Checks that a row's target, as the answer, gets full marks for this row but not for other rows."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def check_targets(
     """
     trips = list(round_trips(prompts, rewards, place, sample=sample, form=form))
     if not all(trip.where for trip in trips) or len(trips) < len(rewards):
-        trips = [trip for trip in trips if not trip.where]  # other rewards score these rows
+        trips = [trip for trip in trips if not trip.where]  # no fault, as other rewards score the rows
     if failed := [line for trip in trips if trip.fails for line in trip.lines()]:
         raise ConfigError(
             "; ".join(failed) + ". Nothing right is learned from such rows: mend their targets, or choose "

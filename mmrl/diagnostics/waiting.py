@@ -9,7 +9,7 @@ from mmrl.config.registry import find
 from mmrl.config.schema import Config
 from mmrl.diagnostics.memory_estimates import sampled_elsewhere
 
-STEPS = 3  # number of steps before the advice; the timing of the first, in which engines start, is ignored
+STEPS = 3  # steps before the advice; the first is not timed, because engines start in it
 SHARE = 1 / 3  # minimum ratio of rollout time to learning time for the advice
 
 

@@ -29,9 +29,9 @@ class Offline:
 
     Args:
         shuffle: Draw a new order of a prompt's answers in every step.
-        completion_only_loss: Learn the recorded answer alone. False: also all tokens of the prompt, except
-            placeholders of media. None: True, unless `assistant_only_loss` is set.
-        assistant_only_loss: Learn all turns of the assistant in a recorded conversation, not the last alone.
+        completion_only_loss: Train only on the tokens of the recorded answer. False: also on the prompt's,
+            except placeholders of media. None: True, unless `assistant_only_loss` is set.
+        assistant_only_loss: Train on all turns of the assistant in a recorded conversation, not just the last.
         max_length: Maximum number of tokens of a row, media included. A longer row is a bad row: an error, or
             dropped with `bad_rows: drop`. Rows are never cut. 0: the model's limit.
     """
@@ -58,7 +58,7 @@ class Offline:
 
     @staticmethod
     def check_learning(policy: Piece, options: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` if the policy cannot learn other tokens than the answer's, or options clash."""
+        """Raise `ConfigError` if options clash, or if the policy can train only on the tokens of answers."""
         given = [name for name in ROWS if options.get(name)]
         given += ["completion_only_loss"] if options.get("completion_only_loss") is False else []
         if given and not hasattr(find("policy", policy.name).target, "encode_conversation"):

@@ -29,7 +29,7 @@ class Match:
 
     prompt: Prompt
     index: int  # number of the game among the games about this prompt
-    round: int  # sampling round in the step, part of the name
+    round: int  # sampling round of the step; makes the name unique
     state: Any
     turns: list[Turn] = field(default_factory=list)
     rows: list[Trajectory] = field(default_factory=list)
@@ -61,8 +61,8 @@ class Play:
     the rules set. The reward `precomputed` with `at: every` reads the rewards that the rules record, such as
     `payoff`. All games advance together, in one batch of turns. A game that reaches `max_turns` ends
     unfinished: its rows have the tag `finish: turns`, and the rules compute payoffs as for a finished game.
-    The column `read` of completions has the prompt of a turn. Any engine can be wrapped; its random draws
-    depend on step, prompt, game, turn and player. Replay engines do not store these rows.
+    The column `read` of logged completions has the text that the player read. Any engine can be wrapped;
+    its random draws depend on step, prompt, game, turn and player. Replay engines do not store these rows.
 
     Args:
         engine: The engine that answers a turn.

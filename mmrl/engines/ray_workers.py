@@ -57,7 +57,7 @@ class Worker:
     """A copy of the policy and the engines of a run, in a process of its own."""
 
     def __init__(self, policy: Piece, seed: int, stage: int) -> None:
-        # No seed is needed: the weights of the run replace all initial weights.
+        # Initial weights need no seed, because the run's weights replace them before the first rollout.
         self.stream, self.version = Stream(seed, stage=stage), 0
         self.piece = policy
         self.policy: Policy = Pieces(self.stream).make("policy", policy)

@@ -28,7 +28,7 @@ from mmrl.core.types import CHANGED, Prompt, Rollouts, Trajectory
 from mmrl.data.row_prompts import uids_of
 from mmrl.engines.conversation_store import ConversationStore
 
-RECALLED = frozenset({"token", "logp", "temperature"})  # per-step records that restore a rollout
+RECALLED = frozenset({"token", "logp", "temperature"})  # notes that restore a rollout
 TINY = 1e-6  # smaller advantages count as 0
 REPLAY = "replay"  # tag of replayed rows
 STORED = "stored"  # name of the id column with the number of a stored row, from 1
@@ -82,7 +82,7 @@ class Memory:
         """
         rows = self.engine.rollout(prompts)
         changed = {prompt.uid for prompt in prompts if not self._of_data(prompt)}
-        # An environment may have appended its first observation to the prompt.
+        # Not `row.prompt` for a conversation, which may end with an environment's first observation.
         same = [
             row.prompt.uid not in changed if row.transcript else self._of_data(row.prompt) for row in rows
         ]
@@ -113,7 +113,7 @@ class Memory:
             replace(outcome, end=end, tags={**outcome.tags, REPLAY: "yes"})
             for outcome, end in zip(outcomes, ends, strict=True)
         )
-        # Tag replayed rows, because metrics of the mismatch between engine and policy skip them.
+        # Mark replayed rows, because metrics of the mismatch between engine and policy skip them.
         notes = {**row.notes, "replayed": torch.ones(length)}
         return replace(row, outcomes=outcomes, notes=notes)
 
@@ -339,7 +339,7 @@ class ByPrompt(Memory):
         return torch.cat([torch.zeros(0, dtype=torch.int64), *(answers[i] for i in order[:count].tolist())])
 
     def store(self, collection: Collection, rows: Tensor) -> None:
-        """Store rows (N,) bool; keep the newest `capacity` right and wrong answers of every prompt."""
+        """Store the rows in a mask (N,); keep the newest `capacity` right and wrong answers per prompt."""
         self.remember(rows, collection.table, rollouts=collection.rollouts)
         keep = torch.ones(len(self.steps), dtype=torch.bool)
         for uid in dict.fromkeys(collection.table.uids):

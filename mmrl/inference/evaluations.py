@@ -49,8 +49,8 @@ from mmrl.runtime.folders import mark_of
 from mmrl.runtime.reward_calls import RewardFault
 from mmrl.training.resolved import resolve_defaults
 
-SCORING = ("evaluation.rewards", "evaluation.metrics", "evaluation.correct")  # settings of scoring
-PROMPTS = ("policy", "evaluation.data")  # settings that rendering can test
+SCORING = ("evaluation.rewards", "evaluation.metrics", "evaluation.correct")  # tested by rescoring
+PROMPTS = ("policy", "evaluation.data")  # settings that are tested by rendering prompts again
 NOT_COMPARED = {"settings", "cost_metrics", "target_metric", "greater_is_better", "imports", "output_dir"}
 SIMPLE = re.compile(r"(?!(?i:true|false|null|yes|no|on|off)$)[A-Za-z/.][\w./:-]*")  # needs no quotes in YAML
 # Errors of rewards, data and models that are reported as the reason why an effect is unknown.
@@ -141,7 +141,7 @@ class StoredEvaluation:
     def _override(self, setting: str, value: Any, changes: Mapping[str, Any]) -> str:
         listed = re.match(r"evaluation\.(engine|rewards)", setting)
         if listed and self.config and not self.record["of"]["evaluation"].get(listed[1]):
-            # The evaluation uses the training's list, so the override must contain the whole list.
+            # The evaluation has no own list but uses the training's, so the override gives the whole list.
             changed = changed_config(self.config, changes)
             setting, value = listed[0], as_plain(vars(changed.evaluation)[listed[1]])
         value = None if value is ABSENT else value
@@ -185,7 +185,7 @@ def explain(first: StoredEvaluation, second: StoredEvaluation) -> Explanation:
         note = f"no settings are recorded for {' and '.join(names)}, so only answers are compared"
         return Explanation((), stored, [note])
     changed = differences(first.settings, second.settings)
-    # Skip the code hashes of different pieces, which always differ.
+    # Compare the code hashes of a piece only with those of the same piece.
     changed = {k: (a, b) for k, (a, b) in changed.items() if not inside(k, "code") or same_name(a, b)}
     answered = first.uids
     shared = [uid for uid in by_prompt(second.predictions) if uid in answered]
@@ -273,7 +273,7 @@ class Rescored:
     predictions: Predictions
     values: Mapping[str, float]
     draws: Mapping[str, Tensor]
-    units: Mapping[str, int]  # number of independent units behind each metric
+    units: Mapping[str, int]  # number of independent units (resampled by the bootstrap)
     interval: Callable[..., tuple[float, float]]
 
 

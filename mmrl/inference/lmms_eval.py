@@ -32,7 +32,7 @@ LOGGED = (
     "input_media",
 )
 GENERATES = "generate_until"  # the only request type that mmrl answers
-THINKING = '[["<think>", "</think>"], ["<analysis>", "</analysis>"]]'  # default of `python -m lmms_eval`
+THINKING = '[["<think>", "</think>"], ["<analysis>", "</analysis>"]]'  # thoughts to strip; lmms_eval's default
 RESULTS = "lmms_eval.json"
 
 

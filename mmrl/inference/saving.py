@@ -129,7 +129,7 @@ def save_transformed(model: nn.Module, folder: str | Path, processor: Any = None
     widest = max(dtypes, key=lambda dtype: dtype.itemsize)
     record = {
         "dtype": str(widest).removeprefix("torch."),
-        # Drop `double`: loading would quantise the scales a second time.
+        # Drop `double` (double quantisation): loading would quantise the scales a second time.
         "transforms": [{**x, "double": False} if x.get("double") else x for x in done],
     }
     (folder / TRANSFORMS).write_text(json.dumps(record) + "\n")
@@ -173,7 +173,7 @@ def load_pruned(folder: str | Path, *, attn_implementation: str = "sdpa") -> nn.
 
 @torch.no_grad()
 def _dequantised(linear: nn.Module) -> nn.Module:
-    """Convert a low-bit linear layer to an ordinary one, reading its weights by unit vectors as inputs."""
+    """Convert a low-bit linear layer to an ordinary one; its weights are its outputs for unit vectors."""
     out = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
     ones = torch.eye(linear.in_features, device=linear.weight.device)  # each row is a unit vector
     bias = 0.0 if linear.bias is None else linear.bias.detach()

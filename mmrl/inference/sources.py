@@ -92,7 +92,7 @@ def resolve(
 
 
 def with_options(source: ModelSource, options: Mapping[str, Any]) -> ModelSource:
-    """Return a source with other options of its engine, and `seed`; None keeps the configured value.
+    """Return a source with changed options of its engine or a changed `seed`; None keeps the value.
 
     Raises ConfigError for an option that no engine of the source has.
     """
@@ -134,7 +134,7 @@ def _parsed(raw: dict[str, Any]) -> Config | EvaluateConfig:
 
 
 def _option(source: ModelSource, name: str, value: Any) -> dict[str, Any]:
-    """Return an override that sets an option in the first engine that has it."""
+    """Return changes of the configuration that set an option in the first engine that has it."""
     taken = {i: find("engine", piece.name).options for i, piece in enumerate(source.engines)}
     at = next((i for i, options in taken.items() if name in options), None)
     if at is None:

@@ -61,7 +61,7 @@ def prepare(source: ModelSource, options: Options) -> Callable[[Path], Iterable[
 
 def _dataset(name: str) -> Any:
     """Read a data set of VLMEvalKit; raise ConfigError if it is unknown or has conversations."""
-    os.environ["PRED_FORMAT"] = "tsv"  # read by VLMEvalKit
+    os.environ["PRED_FORMAT"] = "tsv"  # VLMEvalKit's format of predictions
     try:
         dataset = importlib.import_module("vlmeval.dataset").build_dataset(name)
     except ImportError as error:

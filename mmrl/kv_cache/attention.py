@@ -142,7 +142,7 @@ def attend_padded(
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Attention to a subset of the keys (prompt or own tokens), with its reshaping of queries and outputs."""
+    """Attention to some of the keys (prompt or own tokens); `fold` reshapes queries, `unfold` undoes it."""
 
     fold: Callable[[Tensor], Tensor]
     unfold: Callable[[Tensor], Tensor]

@@ -29,8 +29,8 @@ MAX_QUERIES = 12  # most queries of a block for byte products; with more, float 
 DIGITS, BASE = 3, 256
 MAX_UNITS = (1 << 23) - 0x8100  # fixed-point value of a row's maximum; its highest digit is at most 127
 OFFSET = 0x8080  # makes the two lower digits signed, see `split_digits`
-MIN_UNITS = 1 << 21  # with fewer units, use float products
-TINY = 1e-36  # fixed-point unit of a row of zeros
+MIN_UNITS = 1 << 21  # fewest units for a row's maximum; below, use float products
+TINY = 1e-36  # added to every fixed-point unit, to avoid division by 0
 
 
 def dots(query: Tensor, packed: Tensor, nbits: int, base: Tensor | None = None) -> Tensor:

@@ -19,7 +19,7 @@ Side = Literal["keys", "values"]
 FIT_ROUNDS = 6  # iterations of the rule "fitted"
 BITS = (1, 2, 4, 8)  # supported bits per code: divisors of 8
 FLAT = 1e-6  # groups with a smaller range count as constant
-SHRINK = {"keys": 0.5, "values": 0.3}  # factors of CalibQuant (arXiv 2502.14882) at one bit; 1 at more bits
+SHRINK = {"keys": 0.5, "values": 0.3}  # range factors of CalibQuant (arXiv 2502.14882) at one bit
 QUANTILE = 0.2  # fraction cut off at each end by "quantile" at one bit (our reading); 0 at more bits
 # By bits: half the range, in standard deviations, of the best uniform quantiser for a Gaussian.
 GAUSSIAN = {1: 0.798, 2: 1.494, 4: 2.514, 8: 3.927}
@@ -62,7 +62,7 @@ def bounds(
     - "shrunk": as "range", but one-bit ranges are multiplied by 0.5 for keys and 0.3 for values (CalibQuant,
       arXiv 2502.14882, as in its code);
     - "centred": as "range", but one-bit ranges shrink towards their midpoint, which stays (our variant);
-    - "quantile": as "range", but one-bit ranges omit a fifth of the numbers at each end (first CalibQuant);
+    - "quantile": as "range", but one-bit ranges omit a fifth of the numbers at each end (CalibQuant, v1);
     - "fitted": least squared error, by a few rounds of assigning codes and fitting levels (ours). Keys of
       more than one bit get "range", because cutting their outliers changes answers.
     """

@@ -88,5 +88,5 @@ class RowGroups:
         return out.flatten(0, 1) if even else out[self.owner, place]
 
     def tile(self, mask: Tensor, times: int) -> Tensor:
-        """Repeat a mask (prompts, 1, t, n) for the folded queries of all rows, with `times` heads each."""
+        """Repeat a mask (prompts, 1, t, n) for the folded queries of `times` query heads and all rows."""
         return mask.repeat(1, 1, times if self.alone else self._places[1] * times, 1)

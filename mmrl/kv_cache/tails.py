@@ -155,7 +155,7 @@ def lengthen(x: Tensor, dim: int, more: int, fill: int = 0) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class KiviCodec:
-    """KIVI's quantisers: keys have a scale per channel and group of tokens, values several per token.
+    """KIVI's quantisers: one scale per channel and token group (keys), per token and channel group (values).
 
     The options are documented by the cache `kivi`.
     """

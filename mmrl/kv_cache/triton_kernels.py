@@ -11,7 +11,7 @@ import importlib
 import torch
 from torch import Tensor
 
-# Triton reads TRITON_INTERPRET when a kernel is defined.
+# Triton reads TRITON_INTERPRET when a kernel is defined, so it must be set before this import.
 triton = importlib.import_module("triton")
 tl = importlib.import_module("triton.language")
 

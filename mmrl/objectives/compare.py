@@ -192,9 +192,9 @@ def plackett_luce(
 ) -> Tensor:
     """Plackett-Luce ranking loss: rank implicit rewards in the order of rewards (GDRO, arXiv 2601.02036).
 
-    Each row is compared with the rows ranked below it: the loss is minus the mean log-softmax of their scores
-    under softmax(reward / tau). The loss reads rewards: set `advantage: [total]`. Our reading: equal rewards
-    rank in the order of the rows, and groups of equal rewards are left out.
+    Each row is compared with the rows ranked below it: the loss is the cross-entropy of the softmax of their
+    scores (beta times implicit reward) to softmax(reward / tau). Advantages must be rewards: set
+    `advantage: [total]`. Our reading: equal rewards rank in row order, and groups of equal rewards add 0.
 
     Args:
         beta: Scale of implicit rewards, above 0.
@@ -226,7 +226,7 @@ def _ranking(
     ranked_below = torch.ones_like(itself[..., 0]).triu()[..., None]
     # Rows outside the mask come last and are compared only with themselves: loss exactly 0.
     compared = (ranked_below & takes_part) | itself  # (i, j, C): row i is compared with row j
-    meant = score  # tau 0: the target is row i, the best row in its comparison
+    meant = score  # expected score; tau 0: row i, the best row in its comparison
     if tau > 0:
         target = torch.where(compared, reward / tau, -torch.inf).softmax(1)  # over j
         meant = (target * score).sum(1)

@@ -154,7 +154,7 @@ def grpo_guard_ratio(new: StepOutput, batch: Batch, *, against: str = "old") -> 
 
 @step_weight(others={"old"}, of_others={"dt"})
 def by_step_size(batch: Batch) -> Tensor:
-    """Weigh steps by 1 / (row mean of sqrt(-dt))^2, the second form of GRPO-Guard (arXiv 2510.22319)."""
+    """Weigh the steps of a row by 1 / (mean of sqrt(-dt))^2 (GRPO-Guard's second form, arXiv 2510.22319)."""
     mean = masked_mean((-batch.others["old"].extra["dt"]).sqrt(), batch.mask, -1)
     mean = torch.where(mean > 0, mean, 1.0)  # for rows without a step
     return (1 / mean.square())[:, None].expand_as(batch.mask)

@@ -88,9 +88,9 @@ def distillation(
 def sft(new: StepOutput, batch: Batch, *, coef: NonNegativeFloat = 0.5) -> Tensor:
     """Raise the log-probability of the best row of every group (GDRO, arXiv 2601.02036).
 
-    `coef` is gamma of the paper. For a flow policy this is the matching error of the best image, and
-    `group_mean` sums it as the paper does. The best row is the first with the largest mean advantage. Our
-    reading: a group of equal advantages has no best row.
+    `coef` is gamma of the paper. For a flow policy the loss is the matching error of the best image, and the
+    aggregation `group_mean` sums it as the paper does. The best row is the first with the largest mean
+    advantage. Our reading: a group of equal advantages has no best row.
     """
     index, counted = group_index([batch.group]), batch.mask.sum(-1) > 0
     merit = masked_mean(batch.advantage, batch.mask, -1)

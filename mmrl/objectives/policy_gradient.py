@@ -82,7 +82,7 @@ def diagnose(new: StepOutput, batch: Batch) -> dict[str, Tensor]:
         known = known * batch.notes.get("replayed", torch.full_like(known, torch.nan)).isnan()
         gap = torch.where(known > 0, old - noted.nan_to_num(), 0.0)
         metrics["sampling/sampling_logp_difference/mean"] = gap.abs().sum() / steps
-        # KL (k3) between engine and policy at rollout time, the mismatch of a cheaper engine.
+        # KL (k3) between engine and policy at rollout time, due to caches or other precision in the engine.
         bounded = gap.clamp(max=20)
         metrics["sampling/kl"] = ((bounded.exp() - bounded - 1) * known).sum() / steps
         metrics |= _moments(gap, known, batch)

@@ -36,7 +36,7 @@ def rewards_apply(examined: Examined) -> Iterator[Finding]:
 def zero_variance_groups(examined: Examined) -> Iterator[Finding]:
     """Check that rewards differ between answers to a prompt, unless the method learns from equal rewards.
 
-    Methods that do not compare the answers of a group do so, such as KTO with labelled answers.
+    Such methods do not compare the answers of a group, for example KTO with labelled answers.
     """
     table, credit = join_episodes(examined.table), examined.credit
     if not len(table) or examined.config.rollout.num_generations < 2:
@@ -137,5 +137,5 @@ def _measured(bound: Bound, prompts: Sequence[Prompt], answers: Sequence[Outcome
             values = asyncio.run(awaited(values))
         numbers = [math.nan if value is None else float(value) for value in values]
         return torch.tensor(numbers, dtype=torch.float64)
-    except Exception:  # ignored: artificial answers may be invalid; training reports errors
+    except Exception:  # ignored here: made-up answers may be invalid; training reports errors
         return torch.full((len(prompts),), math.nan, dtype=torch.float64)

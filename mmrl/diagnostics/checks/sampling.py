@@ -66,7 +66,7 @@ def sampling_params(examined: Examined) -> Iterator[Finding]:
 def repeatable_rollouts(examined: Examined) -> Iterator[Finding]:
     """Check that the engine gives the same answers to the same prompts and seed, bit for bit.
 
-    Otherwise a run cannot be resumed exactly. As it samples twice more, only `mmrl doctor` runs it.
+    Otherwise a run cannot be resumed exactly. Only `mmrl doctor` runs this check, as it samples twice more.
     """
     prompts = [prompt for prompt in examined.prompts[:REPEATED] for _ in range(2)]
     first, second = ([outcome for row in examined.ask(prompts) for outcome in row.outcomes] for _ in range(2))
@@ -81,7 +81,7 @@ def repeatable_rollouts(examined: Examined) -> Iterator[Finding]:
 
 
 def _overwritten(examined: Examined) -> Iterator[Finding]:
-    """Find numeric options whose configured value differs from the engine's attribute, except schedules."""
+    """Find overwritten numeric options: those whose engine attribute differs from the configuration."""
     pieces = examined.config.rollout.engine
     engines: list[Any] = [examined.engine]
     while hasattr(engines[-1], "engine"):  # a wrapper's inner engine

@@ -50,7 +50,7 @@ def _averages(pairs: Pairs, window: int) -> Pairs:
 def reward_hacking(
     records: Records, *, rising: str = "reward", of: tuple[str, ...] = (), window: PositiveInt = 5
 ) -> Iterator[Finding]:
-    """Warn if the trained reward rose while a held-out metric fell below its first confidence interval.
+    """Warn if the trained reward rose, but a held-out metric fell below the interval of its first value.
 
     Higher values must be better. The rule is our reading of reward hacking.
 
