@@ -42,4 +42,4 @@ def not_all_right(table: RewardTable, *, of: str = "", max_reward: float = 1.0) 
         return torch.ones(0, dtype=torch.bool)
     reward = table.at_end(of) if of else table.reward()
     smallest = group_extreme(reward, group_index([table.group]), ~reward.isnan(), largest=False)
-    return smallest < max_reward - EQUAL  # inf for a group without any reward
+    return smallest < max_reward - EQUAL  # False for a group without any reward: `smallest` is inf

@@ -87,7 +87,7 @@ class Resampled:
     uids: tuple[str, ...]
     values: Mapping[str, float]
     draws: Mapping[str, Tensor]  # values of each metric on bootstrap samples of the prompts
-    units: Mapping[str, int]  # number of independent units behind each metric
+    units: Mapping[str, int]  # number of independent units (resampled by the bootstrap)
 
 
 def measure(

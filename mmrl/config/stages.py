@@ -48,8 +48,8 @@ def load_stages(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
     The override `max_steps=5` changes all stages; `stages.1.max_steps=5` or `stages.NAME.max_steps=5` changes
     one. Defaults of a stage after the first: `init_from` is the stage before, `init_references` is true, and
-    `stage` is its index, so that it draws other prompts and noise. A stage that continues with the sampler of
-    the stage before (`carry`) also has the same `stage`.
+    `stage`, a part of all random seeds, is its index, so that it draws other prompts and noise. A stage that
+    keeps the sampler of the stage before (`carry`) also keeps its `stage`.
 
     Raises:
         ConfigError: A stage is not a valid run; the error names the stage.

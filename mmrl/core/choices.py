@@ -107,7 +107,7 @@ def choice_in(text: str, choices: Mapping[str, str]) -> str:
         return labels[letter]
     if place := re.fullmatch(r"[\s(]*([0-9]{1,3})[\s).]*", plain(text)):
         numbered = list(choices)[int(place[1]) : int(place[1]) + 1]
-        return place[1] if place[1] in choices else (numbered or [""])[0]  # labels may be numbers, too
+        return place[1] if place[1] in choices else (numbered or [""])[0]  # a numeric label, else an index
     joined = f" {' '.join(words)} "
     named = [
         label

@@ -192,7 +192,7 @@ def merge_turns(table: RewardTable, by: Sequence[str] = ()) -> tuple[RewardTable
     row, column = last.div(width, rounding_mode="floor"), last % width
 
     def merged(values: Tensor, known: Tensor) -> Tensor:
-        """Sum the `known` values (N, K) of each merged row to (V, 1); NaN for a row without any."""
+        """Sum the `known` values (N, K) of each of the V merged rows: (V, 1); NaN for a row without any."""
         total = group_sum(torch.where(known, values, 0.0).flatten()[entries], number, count)
         some = group_sum(known.flatten()[entries].double(), number, count) > 0
         return torch.where(some, total, torch.nan)[:, None]

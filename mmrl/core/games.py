@@ -10,7 +10,7 @@ from torch import Generator
 
 from mmrl.core.types import Message, Prompt
 
-PAYOFF = "payoff"  # name of the recorded reward
+PAYOFF = "payoff"  # name of the reward that `Game.record` gives
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Game:
     def payoff(self, state: Any) -> Mapping[str, float]:
         """Return the payoff of every player when the game has ended or reached its turn limit.
 
-        At the turn limit, `acting` still returns players.
+        An unfinished game at the turn limit is one for which `acting` still returns players.
         """
         raise NotImplementedError
 

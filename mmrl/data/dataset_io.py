@@ -209,7 +209,7 @@ def checked(row: DataRow) -> DataRow:
     """Read a row's column `split`; set `fault` if the row is no object, nested too deep or not Unicode."""
     if type(row.columns) is not dict:
         return DataRow(row.place, row.split, fault=f"not a JSON object, but {short(row.columns)}")
-    # Without recursion, because a hostile row could exceed its limit.
+    # Without recursion, because a malicious row could exceed Python's recursion limit.
     level: list[Any] = [row.columns]
     for _ in range(DEEPEST):
         below: list[Any] = []

@@ -31,7 +31,7 @@ class Offline:
         shuffle: Draw a new order of a prompt's answers in every step.
         completion_only_loss: Train only on the tokens of the recorded answer. False: also on the prompt's,
             except placeholders of media. None: True, unless `assistant_only_loss` is set.
-        assistant_only_loss: Train on all turns of the assistant in a recorded conversation, not just the last.
+        assistant_only_loss: Train on all assistant turns of a recorded conversation, not only the last one.
         max_length: Maximum number of tokens of a row, media included. A longer row is a bad row: an error, or
             dropped with `bad_rows: drop`. Rows are never cut. 0: the model's limit.
     """

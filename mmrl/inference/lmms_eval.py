@@ -32,7 +32,7 @@ LOGGED = (
     "input_media",
 )
 GENERATES = "generate_until"  # the only request type that mmrl answers
-THINKING = '[["<think>", "</think>"], ["<analysis>", "</analysis>"]]'  # thoughts to strip; lmms_eval's default
+THINKING = '[["<think>", "</think>"], ["<analysis>", "</analysis>"]]'  # tags of thoughts; lmms-eval's default
 RESULTS = "lmms_eval.json"
 
 

@@ -80,7 +80,7 @@ def read_shared_prefix(config: Any) -> AbstractContextManager[None]:
 
 @contextmanager
 def record_keys(config: Any) -> Iterator[list[Tensor]]:
-    """Yield a list that collects the keys passed to attention, if its masks are sdpa's or eager's."""
+    """Yield a list that collects the keys passed to attention; empty for masks unlike sdpa's and eager's."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
 
     base = config.get_text_config(decoder=True)._attn_implementation or "sdpa"

@@ -29,7 +29,7 @@ class Recipe:
         return self
 
     def slots(self, visual: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
-        """Choose the token slots to store, once for all layers, as named index tensors on the CPU.
+        """Choose the token slots (positions) to store, once for all layers, as named CPU index tensors.
 
         `visual` and `real` (not padding) are masks (prompts, tokens); `size` is the number of channels per
         head.
@@ -41,7 +41,7 @@ class Recipe:
         raise NotImplementedError
 
     def score(self, layer: QuantizedLayer, query: Tensor, scaling: float) -> None:
-        """Score the prompt tokens in `layer.pending` with prompt queries; store them after the last layer."""
+        """Score a layer's pending prompt tokens by prompt queries; after the last layer, store all layers."""
         raise NotImplementedError
 
     def calibrate(self, scores: Tensor, slots: Tensor) -> Tensor:

@@ -111,7 +111,8 @@ def apo_down(
     arXiv 2408.06266.
     """
     reward, label = labelled(beta * implicit_reward, batch, level)
-    better = sum_over_labelled(torch.sigmoid(reward) * (label > 0), label, batch)  # lowers r of chosen rows
+    # Minimising this lowers the implicit reward of chosen rows, as intended.
+    better = sum_over_labelled(torch.sigmoid(reward) * (label > 0), label, batch)
     margin, decided = margins(beta * implicit_reward, batch, level)
     return better + mean_over_groups(torch.sigmoid(-margin), decided, batch)  # 1 - sigmoid(r_w - r_l)
 
