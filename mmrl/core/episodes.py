@@ -17,7 +17,7 @@ from mmrl.core.reward_table import ABSENT, RewardTable, place_of_steps
 from mmrl.core.tensor import group_index, group_sum, pad_to
 
 EPISODE, TURN = "episode", "turn"  # tags of outcomes
-BARE = "bare"  # tag of a prefix of an answer as outcome, which only rewards with `at: every` score
+BARE = "bare"  # tag of an outcome that is a prefix of an answer; only rewards with `at: every` score it
 ORDER = "turn_number"  # name of the id column that holds the number from the tag `turn`
 
 

@@ -55,7 +55,7 @@ class Game:
     def payoff(self, state: Any) -> Mapping[str, float]:
         """Return the payoff of every player when the game has ended or reached its turn limit.
 
-        An unfinished game at the turn limit is one for which `acting` still returns players.
+        In a game that reached the limit unfinished, `acting` still returns players.
         """
         raise NotImplementedError
 

@@ -13,7 +13,7 @@ from mmrl.core.types import Part, Prompt
 
 TAG = "hint"  # tag of the outcomes of a prompt with a hint
 WANTED = "wanted_hint"  # tag of a prompt for which the engine `with_hinter` writes a hint
-WROTE = "wrote"  # tag of an outcome that is a generated hint; `TAG` has its value in answers to it
+WROTE = "wrote"  # tag of an outcome that is a generated hint; answers given this hint have its value as `TAG`
 ATTEMPT = "failed_attempt"  # column with the failed answer, if `WANTED` is set
 TEMPLATE = "\n\nHint: {hint}"
 SENTENCE_END = re.compile(r"(?<=[.!?。])\s+|\n+")

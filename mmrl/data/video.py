@@ -149,8 +149,7 @@ def _timing(path: Path, container: Any) -> tuple[float, float]:
             duration = max(duration, _last_end(container) - zero)
             container.seek(stream.start_time or 0, stream=stream)
         return zero, duration
-    # If the first frame is not at 0, files differ in whether this duration counts from 0 or from that frame;
-    # the times of packets are unambiguous.
+    # Unless the first frame is at 0, this duration is ambiguous (counted from 0 or from it): read packets.
     if container.duration and abs(zero) < 0.1:
         return zero, container.duration / 1e6  # microseconds
     last = _last_end(container)

@@ -62,7 +62,7 @@ def bounds(
     - "shrunk": as "range", but one-bit ranges are multiplied by 0.5 for keys and 0.3 for values (CalibQuant,
       arXiv 2502.14882, as in its code);
     - "centred": as "range", but one-bit ranges shrink towards their midpoint, which stays (our variant);
-    - "quantile": as "range", but one-bit ranges omit a fifth of the numbers at each end (CalibQuant, v1);
+    - "quantile": as "range", but one-bit ranges omit a fifth at each end (CalibQuant's first version);
     - "fitted": least squared error, by a few rounds of assigning codes and fitting levels (ours). Keys of
       more than one bit get "range", because cutting their outliers changes answers.
     """
