@@ -153,7 +153,7 @@ def describe_measured(measured: Measured) -> dict[str, float]:
 
 
 def noted_sums(rollouts: Rollouts, name: str) -> dict[str, float]:
-    """Return the sum of the engine's per-step record `name` over sampled steps, and the number of steps."""
+    """Sum the values `name` that the engine noted per token or denoising step; also count these steps."""
     notes = [row.notes[name].double() for row in rollouts if name in row.notes and row.on_policy]
     noted = [note[~note.isnan()] for note in notes]
     return {"sum": float(sum(note.sum() for note in noted)), "steps": float(sum(map(len, noted)))}

@@ -36,7 +36,7 @@ def config_hash(config: Config) -> str:
 
 
 def variant_of(config: Config) -> Method | None:
-    """Return the published method whose advantages and objective equal the run's; of several, the closest."""
+    """Return the published method with the run's advantages and objective, and most equal other settings."""
     raw = as_plain(config)
 
     def agreement(part: Any, whole: Any) -> int:

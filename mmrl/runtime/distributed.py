@@ -299,7 +299,7 @@ class Processes:
         engine.rest()
 
     def compare(self, engine: Engine) -> None:
-        """Compare log-probabilities of an engine's servers with a sharded policy, on every process."""
+        """Check, with a sharded policy, that an engine's servers compute the policy's log-probabilities."""
         if self.shards and isinstance(engine, ComparesAnswers):
             engine.compare(self.pad_micro_batches)
 

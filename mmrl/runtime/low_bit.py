@@ -81,7 +81,7 @@ def _shapes(layer: Any, weight: Tensor) -> nn.Parameter:
     else:
         codes, scales, _ = functional.int8_vectorwise_quant(weight.half())
         attributes = {"CB": codes, "SCB": scales}
-        layer.state.threshold = 0.0  # no outlier detection: it needs values
+        layer.state.threshold = 0.0  # no outlier detection: fake tensors have no values
     parameter = nn.Parameter(codes, requires_grad=False)
     vars(parameter).update(settings | attributes)
     return parameter

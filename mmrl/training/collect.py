@@ -22,9 +22,9 @@ from mmrl.training.nonfinite import rolling_out
 from mmrl.training.score import RewardFault, score
 from mmrl.training.trainer import Run
 
-ROUNDS = 10  # sampling rounds in which a reward may be None everywhere: it may only apply to good answers
+ROUNDS = 10  # minimum rounds before an always absent reward is an error: it may need good answers
 DRAWS = 10  # largest number of consecutive draws in which all prompts are unreadable
-PROMPTS = 1000  # prompts for which a reward may be None everywhere: its task may be rare in the data
+PROMPTS = 1000  # minimum prompts before it is an error: the reward's task may be rare in the data
 
 
 def collect(run: Run) -> Collection:
@@ -92,7 +92,7 @@ def readable(run: Run, missing: int, table: RewardTable) -> Any:
         while prompts:
             if done := made_and_scored(run, prompts, table, version):
                 return done
-            prompts, version = run.without_unreadable(prompts), run.stream.step  # by the current weights
+            prompts, version = run.without_unreadable(prompts), run.stream.step  # sampled anew, by current weights
         if not drawn_now:
             return None
     raise ConfigError(f"none of the prompts of {DRAWS} draws can be read: {run.unreadable.error()}")

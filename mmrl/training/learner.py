@@ -281,7 +281,7 @@ class Guard:
             loss, _ = learner.objective(learner.policy(micro, learner.needs.outputs), micro)
             if not math.isfinite(float(loss.detach())):
                 return False
-            gradients = torch.autograd.grad(loss, learner.trained, allow_unused=True)  # `.grad` stays empty
+            gradients = torch.autograd.grad(loss, learner.trained, allow_unused=True)  # leaves `.grad` unset
             if not all(bool(g.isfinite().all()) for g in gradients if g is not None):
                 return False
         return True

@@ -125,7 +125,7 @@ def rows_section(
     Args:
         rows: Rows of the page, each with one or two sides. A side has one evaluation's answers to a prompt.
         measures: Columns by which rows can be sorted on the page.
-        shows: Options of the filter, such as only prompts that changed.
+        shows: Choices of the filter that hides rows, such as "only prompts that changed".
         names: Names of the two sides; empty if there is one.
     """
     images: dict[bytes, int] = {}
