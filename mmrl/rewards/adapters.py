@@ -73,7 +73,7 @@ def per_outcome(measure: Callable[..., float | None]) -> Callable[..., list[floa
 
 
 def by_rollout(outcomes: Sequence[Outcome]) -> list[list[int]]:
-    """Group the indices of outcomes by rollout, in order, such as all turns of a conversation."""
+    """Group the indices of outcomes by rollout: one group per rollout, with e.g. its turns in order."""
     rows = (SCORING.get(None) or Scoring()).rows or range(len(outcomes))
     groups: dict[int, list[int]] = {}
     for i, row in enumerate(rows):

@@ -178,7 +178,7 @@ def applied_transforms(model: nn.Module) -> tuple[dict[str, Any], ...]:
 
 
 def record_transform(view: nn.Module, model: nn.Module, name: str, options: Mapping[str, Any]) -> nn.Module:
-    """Add a transform to the record of `view`, its result; raise `ValueError` if `model` already has it."""
+    """Record a transform of `model` in the result `view`; raise `ValueError` if `model` already has it."""
     for done in applied_transforms(model):
         if done["name"] == name:
             raise ValueError(

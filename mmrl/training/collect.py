@@ -92,7 +92,7 @@ def readable(run: Run, missing: int, table: RewardTable) -> Any:
         while prompts:
             if done := made_and_scored(run, prompts, table, version):
                 return done
-            prompts, version = run.without_unreadable(prompts), run.stream.step  # sampled anew, by current weights
+            prompts, version = run.without_unreadable(prompts), run.stream.step  # current weights sample
         if not drawn_now:
             return None
     raise ConfigError(f"none of the prompts of {DRAWS} draws can be read: {run.unreadable.error()}")

@@ -73,7 +73,7 @@ class Learner:
 
     @property
     def needs(self) -> Needs:
-        """What the objective reads: model outputs, other policies, and the smallest unit of micro-batches."""
+        """What the objective reads (model outputs, other policies), and the smallest possible micro-batch."""
         return self.objective.needs
 
     @property

@@ -117,7 +117,7 @@ class Reporter:
         self, collection: Collection, credit: RewardTable, numbers: Mapping[str, float]
     ) -> dict[str, float]:
         """Compute the metrics of a step, including the means of `numbers` over processes."""
-        shared = conclude(self.processes.means(numbers))  # average first: ratios of means
+        shared = conclude(self.processes.means(numbers))  # means first: `conclude` takes ratios
         entropy = self.processes.means(noted_sums(collection.rollouts, "entropy"))
         if entropy["steps"]:
             shared["entropy"] = entropy["sum"] / entropy["steps"]

@@ -147,7 +147,7 @@ def _ready(stage: Stage, stages: Sequence[Stage], records: Sequence[StageRecord]
     start = stages[stage.begins].folder / records[stage.begins].checkpoint
     if checkpoints(stage.folder) and (stage.folder / CONFIG).exists():
         before = Path(read(stage.folder / CONFIG).get("init_from") or "")
-        if before.parts[-2:] == start.parts[-2:]:  # same folder, but moved since
+        if before.parts[-2:] == start.parts[-2:]:  # same checkpoint, moved since
             start = before
     return replace(stage.config, init_from=str(start))
 

@@ -321,7 +321,7 @@ class Run:
         return of_tensors(trained) if self.processes.world > 1 else ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for resuming, without the model. Every process must call this."""
+        """Return the state for resuming, without the model's weights. Every process must call this."""
         return {
             "step": self.progress.step,
             "inputs": self.progress.inputs,

@@ -65,7 +65,7 @@ class Given:
         values: Argument values by name.
         onto: The configuration to change.
         kind: The configuration class of the arguments: grpo, dpo or sft.
-        whole: Whether `values` includes TRL's defaults, so that the result is TRL's training.
+        whole: Whether `values` includes TRL's defaults, so that the resulting run trains as TRL would.
         nulls: The names of arguments that were given as None.
     """
 

@@ -28,7 +28,7 @@ class Words:
 
     `nouns` extracts the nouns of a text as lemmas; AMBER's script uses nltk. The default returns all words in
     the singular, because only words of `vocabulary` are counted (our reading). `similar` decides whether two
-    words have about the same meaning. AMBER uses spaCy's vectors (cosine above 0.8); by default none do.
+    words have about the same meaning. AMBER uses spaCy's vectors (cosine above 0.8); the default is never.
     """
 
     association: Mapping[str, Sequence[str]]

@@ -12,7 +12,7 @@ from mmrl.data.fields import RowError, listed, mapping, number, text
 from mmrl.vision.benchmarks.benchmark_files import FileError, read_json
 
 Columns = Mapping[str, Any]
-Boxes = Mapping[int, tuple[str, Any]]  # id of an annotation to (image file, left, top, width, height)
+Boxes = Mapping[int, tuple[str, Any]]  # maps an annotation id to (image file, (left, top, width, height))
 
 
 def refcoco_rows(path: Path, instances: str = "", split: str = "") -> Iterator[DataRow]:

@@ -225,7 +225,7 @@ class TinyQwen2_5Vl(TinyModel):
 class TinyQwen2_5Omni(TinyModel):
     """Build a small thinker of Qwen2.5-Omni (arXiv 2503.20215) with random weights, for texts and sounds.
 
-    It uses the model classes of transformers. A feature of a sound covers 40 ms. An image becomes one token.
+    It uses the model classes of transformers. Each token of a sound covers 40 ms. An image becomes one token.
 
     Args:
         texts: Training texts of the tokenizer.

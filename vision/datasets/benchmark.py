@@ -145,7 +145,7 @@ class _Shown:
         return name + self.extension if item.named.get("video") == name else name
 
     def name_missing(self, source: Path, *, circular: bool) -> None:
-        """Warn of videos without subtitles, and with `circular` of rows that hold one rotation a question."""
+        """Warn of videos without subtitles, and with `circular` if each question has only one rotation."""
         if circular and max(map(len, self.rotations.values())) == 1:
             log.warning("'%s' asks every question once; CircularEval needs the rows of all rotations", source)
         if self.missing:
