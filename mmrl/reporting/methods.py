@@ -80,7 +80,7 @@ class Method:
 @cache
 def all_methods() -> tuple[Method, ...]:
     """Read all methods, sorted by family and name."""
-    # `mmrl/configs` is the folder itself in an installation, and a link to it in a checkout.
+    # `mmrl/configs` is a folder in an installed package, and a link to `configs/` in a checkout.
     paths = sorted((Path(__file__).parents[1] / "configs" / "methods").rglob("*.yaml"))
     return tuple(Method(path, comment_of(path.read_text()), as_plain(read(path))) for path in paths)
 

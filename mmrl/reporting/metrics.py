@@ -227,7 +227,7 @@ class Journal:
             try:
                 records.append(from_line(line))
             except (ValueError, TypeError, AttributeError, KeyError):
-                if line.endswith(b"\n"):  # else incomplete after a crash
+                if line.endswith(b"\n"):  # complete, so not cut off by a crash
                     log.warning("'%s': line %d is damaged and left out", self.path, number)
         return records
 

@@ -71,7 +71,7 @@ def write_card(
     Args:
         config: Configuration of the run.
         step: Number of training steps.
-        measured: Metrics of the journal; the card shows the held-out metrics (`eval_*`).
+        measured: A record of metrics as in metrics.jsonl; the card shows its held-out metrics (`eval_*`).
         folder: Folder of the model.
         notes: Sentences about the files, such as how to load them.
     """

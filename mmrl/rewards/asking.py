@@ -236,7 +236,7 @@ def _frames(pixels: Tensor, times: Tensor | None) -> Frames:
 
 
 def answer_of(outcome: Outcome, tag: str) -> str:
-    """Return the text of an answer (or its last `tag` block), with special tokens and tags made harmless."""
+    """Return the text of an answer (or its last `tag` block), with special tokens and tags quoted."""
     text = outcome.text or ""
     blocks = tagged(text, tag) if tag else []
     return quoted((blocks[-1] if blocks else text).strip())

@@ -1,6 +1,6 @@
 """Hashes of a run's prompts, media and weights, which do not depend on the number of processes.
 
-Computed once when a run starts, within seconds.
+They are computed once, when a run starts, within seconds.
 """
 
 from __future__ import annotations

@@ -103,13 +103,13 @@ def making(folder: Path, by: str, *, overwrite: bool = False, **facts: Any) -> I
     existed, unfinished = folder.is_dir(), folder / UNFINISHED
     try:
         with hold(folder, leave=False):
-            check_replaceable(folder, by, overwrite=overwrite, **facts)  # again, under the lock
+            check_replaceable(folder, by, overwrite=overwrite, **facts)  # again, now locked
             remove(unfinished)  # left by a killed process
             new_folder = unfinished / "new" / folder.resolve().name  # files may contain the folder's name
             new_folder.parent.mkdir(parents=True)  # the caller makes the folder itself
             try:
                 yield new_folder
-                check_replaceable(folder, by, overwrite=overwrite, **facts)  # other programs ignore the lock
+                check_replaceable(folder, by, overwrite=overwrite, **facts)  # other programs may write
                 mark(folder, by, **facts)
                 _move(folder, unfinished / "old")
                 _move(new_folder, folder)

@@ -70,7 +70,7 @@ def _write(run: Run, state: Mapping[str, Any], folder: Path) -> None:
         mark(unfinished, "train", **run.made_with)
         checkpoint.write_state(unfinished, state)
         for journal in (run.journal, run.report.warnings):
-            journal.flush()  # first: a resume needs every earlier line of metrics
+            journal.flush()  # before `publish`: a resume needs all earlier metrics
         checkpoint.publish(unfinished, folder, run.report.warn)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -121,7 +121,7 @@ def replay_after(run: Run, collection: Collection, credit: RewardTable) -> tuple
 def exchange_rows(
     run: Run, replay: Replay, collection: Collection, keep: Tensor, added: RewardTable
 ) -> tuple[Collection, RewardTable]:
-    """Drop this step's rollouts outside the mask `keep`, and add replayed rows.
+    """Drop this step's rollouts outside the mask `keep` (N,), and add replayed rows.
 
     Returns the remaining rollouts, and the replayed rows with the process that each was assigned to.
     """
@@ -141,7 +141,7 @@ def in_order(rollouts: Rollouts, order: Sequence[str]) -> Rollouts:
 
 
 def pick(rollouts: Rollouts, table: RewardTable, keep: Tensor) -> tuple[Rollouts, RewardTable]:
-    """Select the rows in the mask `keep` of a table, and the rollouts of this process among them."""
+    """Select the rows of a table in the mask `keep` (N,), and the rollouts of this process among them."""
     mine = keep[table.mine].tolist()
     return tuple(row for row, kept in zip(rollouts, mine, strict=True) if kept), table.select(keep)
 

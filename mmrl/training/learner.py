@@ -111,7 +111,7 @@ class Learner:
             self.untouched = [name for name, p in named if p.requires_grad and p.grad is None]
         if self.guard.step_optimizer():
             for reference in () if self.second else self.references.values():
-                reference.update()  # moving averages count the policy's optimizer steps
+                reference.update()  # moving averages decay per optimizer step
 
     def pop_metrics(self) -> dict[str, float]:
         """Return the metrics since the last call; metric names of an additional model begin with its name."""
@@ -220,7 +220,7 @@ class Guard:
         optimizer.zero_grad(set_to_none=True)
         self.meter.add({"grad_norm": torch.tensor(norm)}, 1.0)
         self.updates += norm > 0 and any(group["lr"] for group in optimizer.param_groups)
-        self.meter.updates += 1  # only after steps that were taken: `forget` removes the sums of skipped ones
+        self.meter.updates += 1  # not for skipped steps: `forget` removed their sums
         return True
 
     def end_step(self) -> None:

@@ -161,7 +161,7 @@ class Reporter:
             self.pieces.trackers.write(metrics, 0)
 
     def evaluated(self, step: int, measured: Measured) -> None:
-        """Print the evaluation at a step beside the first evaluation, and write its predictions."""
+        """Print an evaluation's metrics next to those of the first evaluation, and write its predictions."""
         for sentence in measured.table.absent.values():
             self.warn(f"evaluation: {sentence}")
         if self.config.report.log_completions:

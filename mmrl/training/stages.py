@@ -161,7 +161,7 @@ def _finished(stage: Stage, run: Run) -> StageRecord:
     """Create the record of a finished stage, with its best checkpoint if one was chosen."""
     best, taken = run.progress.best, run.progress.step
     metrics = describe_measured(run.final) if run.final else {}
-    if best.step:  # the final evaluation measured later weights
+    if best.step:  # not the final evaluation, which measured later weights
         metrics = {stage.config.metric_for_best_model: best.value}
     metrics = {k: v for k, v in metrics.items() if math.isfinite(v) and not k.endswith(MACHINE)}
     folder, checkpoint = stage.folder.name, f"checkpoint-{best.step or taken}"

@@ -287,7 +287,7 @@ class Run:
     def whole_weights(self, *, changed: bool = False) -> Iterator[bool]:
         """Gather the weights of all models inside this context; yield whether this process has them.
 
-        With `changed`, the weights of process 0 are sharded again on exit.
+        With `changed`, all processes take over the weights of process 0 on exit.
         """
         with ExitStack() as stack:
             models = [learner.policy.module for learner in self.learners]

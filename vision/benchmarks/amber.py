@@ -67,7 +67,7 @@ class AmberScene:
             if not objects:
                 matched |= self._named(self.absent, noun, eq) | self._named(self.absent, noun, similar)
                 objects = self._named(self.truth, noun, similar)
-                hallucinated += not objects  # repeated mentions are counted again
+                hallucinated += not objects  # every mention counts, even repeated ones
             covered |= objects  # a set: each object counts once, even if it is named several times
         sizes = len(covered), len(self.truth), len(matched), len(self.absent)
         return named_counts(len(nouns), hallucinated, *sizes)

@@ -105,7 +105,7 @@ class _Shown:
     scored: bool
     images: dict[str, Media] = field(default_factory=dict)  # maps the id of a row to its image
     missing: set[str] = field(default_factory=set)  # names of videos without subtitles
-    rotations: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # question -> its rows
+    rotations: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # maps `cluster` to uids
 
     def placed(self, item: Item, text: str, place: str) -> tuple[str, list[Media]]:
         """Return the text of a prompt with placeholders for its media, and the media in the same order."""

@@ -78,7 +78,7 @@ def chart(lines: Sequence[Line], kind: Literal["line", "area"] = "line", *, unit
         figure = Figure((WIDTH / 72, HEIGHT / 72), dpi=72)
         axes = figure.add_axes(AXES)
         axes.set_xlabel("step")
-        axes.locator_params(nbins=5, steps=[1, 2, 5, 10])  # no ticks at 2.5
+        axes.locator_params(nbins=5, steps=[1, 2, 5, 10])  # leaves out matplotlib's 2.5
         axes.locator_params(axis="x", integer=True)
         axes.margins(x=0, y=0.04)
         (draw_lines if kind == "line" else draw_areas)(axes, lines)
