@@ -141,7 +141,7 @@ class Judge(Judging):
             if self.form == "p_yes_of_all":
                 rewards.append(mean)
                 continue
-            # Probabilities can underflow to 0.
+            # If all probabilities underflow to 0, there is no mean: count the reply as unparsed.
             wanted = f"{', '.join(words[0] for words in self.words)} with any probability"
             rewards.append(mean / sum(weights) if sum(weights) else Unread("", wanted))
         return rewards

@@ -26,8 +26,8 @@ def quantized_linear(
     if nbits == 4:
         form = {"compress_statistics": double, "quant_type": kind}
         out = bnb.nn.Linear4bit(*sizes, compute_dtype=weight.dtype, device="meta", **form)
-        # The CPU fast path repacks the weights in the first call without gradients. It then computes in
-        # bfloat16 regardless of `compute_dtype`, and no gradient flows through packed weights.
+        # Disable the CPU fast path: its first call without gradients repacks the weights. After that it
+        # ignores `compute_dtype` (it uses bfloat16), and no gradient flows through the layer.
         out.support_avx512bf16_for_cpu = False
     else:
         out = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=threshold, device="meta")

@@ -92,7 +92,7 @@ def readable(run: Run, missing: int, table: RewardTable) -> Any:
         while prompts:
             if done := made_and_scored(run, prompts, table, version):
                 return done
-            prompts, version = run.without_unreadable(prompts), run.stream.step  # current weights sample
+            prompts, version = run.without_unreadable(prompts), run.stream.step  # weights of this step
         if not drawn_now:
             return None
     raise ConfigError(f"none of the prompts of {DRAWS} draws can be read: {run.unreadable.error()}")
@@ -110,7 +110,7 @@ def draw_prompts(run: Run, missing: int) -> tuple[list[Prompt], int]:
 
 
 def replay_after(run: Run, collection: Collection, credit: RewardTable) -> tuple[Collection, RewardTable]:
-    """Replace rollouts of this step by rows of earlier steps that already have advantages."""
+    """Let replay pieces exchange some of this step's rollouts for earlier rows, which have advantages."""
     for replay in run.replays:
         keep, added, credited = replay.replay_after(collection, credit)
         collection, added = exchange_rows(run, replay, collection, keep, added)

@@ -184,7 +184,7 @@ class Guard:
     skipped: int = 0  # number of skipped optimizer steps, at most `learn.max_skipped`
     updates: int = 0  # optimizer steps in this training step with gradient and learning rate above 0
     written: int = 0  # number of files with faulty rows in this training step
-    rollouts: Rollouts = ()  # rows of the batch
+    rollouts: Rollouts = ()  # the rollouts that the batch's `rows` index
     current: Update | None = None
     meter: Meter = field(default_factory=Meter)
 

@@ -168,7 +168,7 @@ class Reporter:
             with self.processes.fail_together("writing predictions"):
                 path, world = step_file(self.folder, step), self.processes.world
                 write_predictions(path, measured, world=world, images=IMAGES)
-        if step != self.evaluated_at:  # the final one may repeat that of the last step
+        if step != self.evaluated_at:  # the final evaluation may already be printed
             words = [self._beside_first(name, measured) for name in measured.intervals]
             self.console.say(f"evaluation at step {step}: " + ";  ".join(words))
         self.evaluated_at = step

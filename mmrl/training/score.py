@@ -76,8 +76,8 @@ def score(
 ) -> RewardTable:
     """Score every outcome of rollouts with every reward.
 
-    A failing reward raises `RewardFault`. With `on_error: skip`, its groups are left out of statistics and
-    learning instead.
+    A failing reward raises `RewardFault`. With `on_error: skip`, the groups for which it fails are left out
+    of statistics and learning instead.
 
     Args:
         rewards: The rewards.

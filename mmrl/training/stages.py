@@ -127,7 +127,7 @@ def _open(stages: Sequence[Stage], processes: Processes) -> list[StageRecord]:
     with processes.fail_together(f"opening '{home}'"):
         if processes.main:
             records = _records(stages)
-            if stages[0].config.overwrite_output_dir:  # record last: a killed removal can be repeated
+            if stages[0].config.overwrite_output_dir:  # remove folders before writing the record
                 for record in read_stages(home):
                     remove(home / record.folder)
             write_stages(home, records)

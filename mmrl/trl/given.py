@@ -29,7 +29,7 @@ DPO_LOSSES = {  # maps DPO losses of TRL to mmrl's objectives for pairs
     "sigmoid_norm": "sigmoid",
 }
 ABSENT_LOSSES = ("aot", "aot_unpaired", "sft")
-SFT_LOSSES = ("nll", "chunked_nll", "dft")  # "chunked_nll" saves memory only
+SFT_LOSSES = ("nll", "chunked_nll", "dft")  # "chunked_nll" is "nll" with less memory
 CONVERSING = ("vision.with_tools", "vision.with_environments")  # engines that call tools
 STEP_MEANS = ("dapo", "bnpo", "cispo", "vespo")
 

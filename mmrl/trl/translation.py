@@ -21,7 +21,7 @@ from mmrl.trl.given import Change, Given, default_of, kind_of_run
 from mmrl.trl.names import DIFFERS, LACKS, NAMES, NEUTRAL, REFUSED
 
 RULES = {**objective.RULES, **run.RULES}
-OBJECTIVE = ("advantage", "references", "group_filter")  # sections that change with `objective`
+OBJECTIVE = ("advantage", "references", "group_filter")  # what belongs to a loss besides `objective`
 # Groups of alternative keys: if a file sets one key, TRL's defaults of the whole group are ignored.
 TOGETHER = (("max_steps", "num_train_epochs"), ("rollout.num_prompts", "learn.minibatches"))
 SET_BY_ITSELF = {"output_dir": "trainer_output", "report_to": [], "bf16": True}  # TRL computes these itself

@@ -135,7 +135,7 @@ def mathvista(text: str, question: Question) -> Verdict:
 
 
 def mathvista_answer(text: str, question: Question) -> str:
-    """Extract an answer: the text if it is a choice or number, else the quotation in `The answer is "..."`."""
+    """Extract an answer: the text if it is a choice or number, else the quotation of `The answer is "x"`."""
     if text in question.choices:
         return text
     kinds: dict[str, Callable[[str], object]] = {"integer": int, "float": float}

@@ -187,7 +187,7 @@ def describe_llama_factory(columns: Sequence[str], file_name: str) -> dict[str, 
         "formatting": "sharegpt",  # LLaMA-Factory's name for lists of messages, with any keys
         **({"ranking": True} if "rejected" in columns else {}),
         "columns": {name: name for name in supported if name in columns},
-        "tags": {"role_tag": "role", "content_tag": "content", **roles},  # default: ShareGPT's from, value
+        "tags": {"role_tag": "role", "content_tag": "content", **roles},  # default: `from`, `value`
     }
 
 

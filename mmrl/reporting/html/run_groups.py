@@ -84,7 +84,7 @@ class RunGroup:
         return {name: [run.metrics[name] for run in self.runs if name in run.metrics] for name in names}
 
     def ends(self, name: str) -> tuple[float, float]:
-        """Average a metric's `RunFolder.ends` (start and end of training) over the runs; NaN without values."""
+        """Average a metric's `RunFolder.ends` (start, end of training) over the runs; NaN without values."""
         first, last = zip(*(run.ends(name) for run in self.runs), strict=True)
         return mean(first), mean(last)
 
