@@ -112,8 +112,8 @@ def ramp(clock: Clock, *, slope: NonNegativeFloat, limit: TakenFloat, delay: Non
 def ema_warmup(clock: Clock, *, limit: TakenFloat = 0.9, offset: PositiveInt = 10) -> float:
     """Rise as (1 + n) / (offset + n) at step n, up to `limit` (Flow-GRPO, arXiv 2505.05470).
 
-    Flow-GRPO uses this value as decay of its moving average. Our reading: n counts training steps; in the
-    authors' code it counts optimizer steps.
+    Flow-GRPO uses this value as the decay of a moving average of the weights. Our reading: n counts training
+    steps; in the authors' code it counts optimizer steps.
     """
     return min(limit, (1 + clock.step) / (offset + clock.step))
 

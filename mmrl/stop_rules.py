@@ -10,7 +10,7 @@ from mmrl.config.loading import ConfigError, nearest
 from mmrl.config.ranges import NonNegativeFloat, PositiveInt
 from mmrl.config.registry import stop_rule
 
-CLOCKS = ("time/", "step_time", "energy/")  # prefixes of metrics that are not reproducible
+CLOCKS = ("time/", "step_time", "energy/")  # prefixes of metrics that no rule may use: not reproducible
 
 
 class StopRule:

@@ -16,7 +16,7 @@ CONFIDENCE = 0.95  # default level of intervals
 def percentile_interval(
     drawn: Tensor, units: int, *, confidence: float = CONFIDENCE, difference: bool = False
 ) -> tuple[float, float]:
-    """Compute a confidence interval from bootstrap values over `units` independent units, such as prompts.
+    """Compute a confidence interval from bootstrap values (B,) over `units` independent units, e.g. prompts.
 
     Expanded percentiles (Hesterberg 2015, arXiv 1411.5279) widen the interval for few units, as Student's t
     does. If all values are 0, or all are 1, the result is Wilson's interval of a proportion, such as

@@ -23,7 +23,7 @@ ASKED_FOR = (
     "gigpo", "on_policy_distillation", "dpo", "tempsamp_r1", "urpa", "flow_grpo", "flow_grpo_fast",
     "flow_cps", "mix_grpo", "grpo_guard", "tp_grpo", "awm", "diffusion_nft", "vgpo", "gdro",
 )  # fmt: skip
-PLACES = {"rewards": "reward", "references": "reference", "metrics": "metric"}  # kind of each plural key
+PLACES = {"rewards": "reward", "references": "reference", "metrics": "metric"}  # kind of piece by key
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Method:
 @cache
 def all_methods() -> tuple[Method, ...]:
     """Read all methods, sorted by family and name."""
-    # `mmrl/configs` is the folder itself in an installation, and a link to it in a checkout.
+    # `mmrl/configs` is a folder in an installed package, and a link to `configs/` in a checkout.
     paths = sorted((Path(__file__).parents[1] / "configs" / "methods").rglob("*.yaml"))
     return tuple(Method(path, comment_of(path.read_text()), as_plain(read(path))) for path in paths)
 
@@ -112,7 +112,7 @@ def sentences(text: str) -> list[str]:
 
 
 def named_in(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yield (kind, name) for every text in a configuration that may name a piece; its key sets the kind."""
+    """Yield (kind, name) for every text in a configuration that may name a piece; `key` tells the kind."""
     kind = PLACES.get(key, key)
     match value:
         case str():

@@ -153,7 +153,7 @@ def describe_measured(measured: Measured) -> dict[str, float]:
 
 
 def noted_sums(rollouts: Rollouts, name: str) -> dict[str, float]:
-    """Return the sum of the engine's per-step record `name` over sampled steps, and the number of steps."""
+    """Sum the values `name` that the engine noted per token or denoising step; also count these steps."""
     notes = [row.notes[name].double() for row in rollouts if name in row.notes and row.on_policy]
     noted = [note[~note.isnan()] for note in notes]
     return {"sum": float(sum(note.sum() for note in noted)), "steps": float(sum(map(len, noted)))}
@@ -227,7 +227,7 @@ class Journal:
             try:
                 records.append(from_line(line))
             except (ValueError, TypeError, AttributeError, KeyError):
-                if line.endswith(b"\n"):  # else incomplete after a crash
+                if line.endswith(b"\n"):  # complete, so not cut off by a crash
                     log.warning("'%s': line %d is damaged and left out", self.path, number)
         return records
 

@@ -36,7 +36,7 @@ def config_hash(config: Config) -> str:
 
 
 def variant_of(config: Config) -> Method | None:
-    """Return the published method whose advantages and objective equal the run's; of several, the closest."""
+    """Return the published method with the run's advantages and objective, and most equal other settings."""
     raw = as_plain(config)
 
     def agreement(part: Any, whole: Any) -> int:
@@ -71,7 +71,7 @@ def write_card(
     Args:
         config: Configuration of the run.
         step: Number of training steps.
-        measured: Metrics of the journal; the card shows the held-out metrics (`eval_*`).
+        measured: A record of metrics as in metrics.jsonl; the card shows its held-out metrics (`eval_*`).
         folder: Folder of the model.
         notes: Sentences about the files, such as how to load them.
     """

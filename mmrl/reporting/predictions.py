@@ -25,7 +25,7 @@ class Predictions:
 
     path: Path
     rows: Sequence[Row]  # each row maps columns to values
-    judge: str  # reward behind the column `correct`; "" without this column
+    judge: str  # reward that decides the column `correct`; "" without this column
 
     @property
     def rewards(self) -> list[str]:

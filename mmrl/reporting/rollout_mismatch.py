@@ -36,7 +36,7 @@ def conclude(means: Mapping[str, float]) -> dict[str, float]:
 
 
 def describe_mismatch(record: Mapping[str, Any], cheap: str) -> str:
-    """Return a sentence on the mismatch between a cheaper engine and the policy; "" without such metrics."""
+    """Describe in a sentence how much the pieces `cheap` distort rollouts; "" without such metrics."""
     if not cheap or "sampling/kl" not in record:
         return ""
     share = record.get("sampling/ess/rows", math.nan)
@@ -50,7 +50,7 @@ def describe_mismatch(record: Mapping[str, Any], cheap: str) -> str:
 def mismatch_rows(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return table rows on mismatch and saved time: title; first, mean and last value.
 
-    Empty if the engine equals the policy and no second engine is timed.
+    Empty if the engine matches the policy and no exact engine was timed for comparison.
     """
     finite = {name: [r[name] for r in records if math.isfinite(r.get(name, math.nan))] for name, _, _ in ROWS}
     kl = finite["sampling/kl"]

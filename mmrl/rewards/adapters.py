@@ -29,9 +29,9 @@ def policy_turns(outcomes: Sequence[Outcome]) -> list[tuple[list[str], list[str]
 def policy_messages(outcomes: Sequence[Outcome]) -> list[tuple[list[Message], list[Message]]]:
     """Return the policy's turns up to each scored outcome, as (earlier turns, new turns).
 
-    Earlier turns are the turns up to the previous scored outcome of the same rollout. So the new
-    turns add up to the conversation, with `at: last` as well as with `at: every`. Without a
-    conversation, the text of the outcome is the only new turn.
+    Earlier turns are the turns up to the previous scored outcome of the same rollout. So the new turns of
+    all scored outcomes are the whole conversation, whether a reward scores only the last turn or every
+    turn (its setting `at`). Without a conversation, the text of the outcome is the only new turn.
     """
     scoring = SCORING.get(None) or Scoring()
     talks = scoring.turns or [()] * len(outcomes)
@@ -50,11 +50,11 @@ def policy_messages(outcomes: Sequence[Outcome]) -> list[tuple[list[Message], li
 
 @dataclass(frozen=True)
 class OwnAnswer:
-    """The correct answer of a prompt in all accepted spellings, with which a reward is checked.
+    """The correct answer of a prompt in all accepted spellings, to check that a reward recognises it.
 
     The check requires a reward of at least `full` for each of `texts`, and less for answers of other prompts.
-    For a reward of images, a text describes the image. `unfit` is a warning for a target that has another
-    form than the option `form` says, although the reward accepts it.
+    For a reward of images, a text describes the image. `unfit` is a warning (or empty): the target does not
+    have the form that the reward's option `form` names, although the reward accepts it.
     """
 
     texts: tuple[str, ...]
@@ -73,7 +73,7 @@ def per_outcome(measure: Callable[..., float | None]) -> Callable[..., list[floa
 
 
 def by_rollout(outcomes: Sequence[Outcome]) -> list[list[int]]:
-    """Group the indices of outcomes by rollout, in order, such as all turns of a conversation."""
+    """Group the indices of outcomes by rollout: one group per rollout, with e.g. its turns in order."""
     rows = (SCORING.get(None) or Scoring()).rows or range(len(outcomes))
     groups: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
@@ -96,7 +96,7 @@ def comparable_outcomes(prompts: Sequence[Prompt]) -> list[list[int]]:
     return list(groups.values())
 
 
-TRL_OWN = ("prompt", "completion", "completion_ids")  # names that are never column arguments
+TRL_OWN = ("prompt", "completion", "completion_ids")  # parameters that TRL itself fills
 
 
 def from_trl(function: Callable) -> Callable:

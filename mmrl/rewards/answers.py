@@ -26,8 +26,8 @@ from mmrl.rewards.formulas import formula_key, same_formula
 
 AnswerForm = Literal["exact", "text", "words", "number", "letter", "choice", "math"]
 CURRENCIES = frozenset("$€£¥₹₩")  # an answer may omit the currency sign, but must not have another one
-LISTED = re.compile(r"""\s*\[\s*['"].*['"]\s*\]\s*""", re.DOTALL)  # a list of texts, written as one text
-MATH = {FORM_PACKAGE: "math"}  # `packages` of rewards with the form `math`
+LISTED = re.compile(r"""\s*\[\s*['"].*['"]\s*\]\s*""", re.DOTALL)  # a Python list of strings as text
+MATH = {FORM_PACKAGE: "math"}  # argument of `reward` for rewards with an option `form`
 log = logging.getLogger("mmrl")
 _warned: set[str] = set()  # names of rewards that already warned of a missing target
 
@@ -41,7 +41,7 @@ def comparable(
 
     - `exact`: the text without regard to case and space.
     - `text` (or `words`): the words without articles and punctuation, numbers up to ten in digits. Signs,
-      fractions, comparisons and percent count: our reading of VQA's normalisation.
+      fractions, comparisons and percent are kept: our reading of VQA's normalisation.
     - `number`: the last number. `letter`: the letter of a multiple choice.
     - `choice`: one of `choices`, by its letter, its text or its index from 0.
     - `math`: a formula in the normal form of math-verify; other texts as words.

@@ -187,7 +187,7 @@ class Judging(Asking):
 
 
 def judge_template(source: str, known: set[str], needed: set[str], tag: str, name: str) -> TextTemplate:
-    """Create the template of a question; raise ConfigError if its text does not contain <`tag`>."""
+    """Create the template of a question, with `known` and `needed` variables; it must contain <`tag`>."""
     if tag and f"<{tag}>" not in source:
         raise ConfigError(f"the template of '{name}' must ask for <{tag}>...</{tag}>, which is what is read")
     return TextTemplate(source, known, needed, f"the reward '{name}'")
@@ -236,7 +236,7 @@ def _frames(pixels: Tensor, times: Tensor | None) -> Frames:
 
 
 def answer_of(outcome: Outcome, tag: str) -> str:
-    """Return the text of an answer (or its last `tag` block), with special tokens and tags made harmless."""
+    """Return the text of an answer (or its last `tag` block), with special tokens and tags quoted."""
     text = outcome.text or ""
     blocks = tagged(text, tag) if tag else []
     return quoted((blocks[-1] if blocks else text).strip())

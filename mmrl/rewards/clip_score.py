@@ -43,7 +43,7 @@ class ClipScore:
         against: What an image is compared with: `prompt`, `target`, or a column of the prompt.
         references: Column of reference captions. If set, the reward is RefCLIPScore: the harmonic mean of
             CLIPScore and the cosine with the best reference; None for a prompt without references. A negative
-            cosine with the best reference counts as 0, as in the paper (the code keeps negative values).
+            cosine with the best reference counts as 0, as in the paper (its code keeps negative values).
         prefix: Text before every caption. Null: "A photo depicts " if `scale` is `clipscore` and the model is
             not SigLIP, else no text.
         split: Split texts that are too long (`long`), or every text (`always`).

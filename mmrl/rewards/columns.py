@@ -12,10 +12,10 @@ from mmrl.rewards.adapters import per_outcome
 @reward
 @per_outcome
 def column_value(prompt: Prompt, outcome: Outcome, *, column: str) -> float | None:
-    """Read a number from a column of the row, for use as a label; None if the row has no such column.
+    """Read a label (a value for other pieces) from a column of the row; None if the row lacks the column.
 
-    Set `weight: 0`. Advantage functions then read the label by its name, e.g. as a predicted value
-    (`shrunk_mean`) or a difficulty (`scale_by`). Raises `ValueError` for a value that is not a number.
+    A label is not added to the reward, so set `weight: 0`. Advantage functions read it by its name, e.g. as
+    a predicted value (`shrunk_mean`) or a difficulty (`scale_by`). `ValueError` for other than a number.
     """
     value = prompt.columns.get(column)
     if not has_content(value):
@@ -31,12 +31,12 @@ def column_value(prompt: Prompt, outcome: Outcome, *, column: str) -> float | No
 @reward
 @per_outcome
 def pair_column(prompt: Prompt, outcome: Outcome, *, column: str) -> float | None:
-    """Read a label of the two answers of a preference pair from a column of the row; None without a value.
+    """Read a preference pair's label (chosen and rejected value) from a column; None without a value.
 
     The column has the label of the chosen and of the rejected answer, `[4, 2]`, or their difference as a
     number, such as TRL's `margin`: above 0 the chosen answer is better, below 0 the rejected one, 0 is a tie.
-    Texts with numbers, as in CSV cells, count. Raises `ValueError` for another value, and for an answer that
-    is not one of a pair.
+    Numbers may be texts, as in CSV cells. Raises `ValueError` for another value, and for an answer that is
+    not one of a pair.
     """
     value, preferred = unpacked(prompt.columns.get(column)), outcome.recorded.get("preferred")
     if not has_content(value):

@@ -76,8 +76,8 @@ def _same_number(answer: str, target: str) -> bool:
         return True
     for value, other, text in ((number, wanted, answer), (wanted, number, target)):
         places = re.fullmatch(r"\s*-?\d*\.(\d{4,})\s*", text)
-        # Accept a rounded decimal only for a fraction without a finite decimal, so a denominator with a prime
-        # factor other than 2 and 5: 0.33333 equals 1/3, but 0.12345 does not equal 0.123454.
+        # Accept a rounded decimal only for a fraction that has no finite decimal, because its denominator has
+        # a prime factor besides 2 and 5: 0.33333 equals 1/3, but 0.12345 does not equal 0.123454.
         endless = 10 ** other.denominator.bit_length() % other.denominator
         if places and endless and round(other, len(places[1])) == value:
             return True

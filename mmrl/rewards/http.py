@@ -24,8 +24,8 @@ class Http(JsonClient):
     A request is `{"outcomes": [...]}`. An outcome has "uid", "prompt", "target" and "columns" of its prompt,
     and the fields "text", "tags", "end" and "recorded"; an "image" is a PNG in base64, a "video" is a list of
     PNGs with "times" in seconds. The response is `{"rewards": [...]}`, a finite number or null for each
-    outcome, in at most 64 MiB. Redirects and proxies are not used. `timeout`, `retries` and
-    `on_error` apply to all requests together, as for any reward.
+    outcome, in at most 64 MiB. Redirects and proxies are not used. The settings `timeout`, `retries` and
+    `on_error`, which every reward has, apply to the whole call, that is to all its requests together.
 
     Args:
         url: Address of the server, http:// or https://.

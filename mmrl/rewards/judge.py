@@ -64,7 +64,7 @@ class Judge(Judging):
     answer; its reply ends with a score or a verdict between tags. If a reply cannot be parsed after
     `ask_again` repetitions, the reward fails: the run stops, or with `on_error: skip` the group is dropped.
     An empty answer gets 0 without asking the judge. The cost is one generation for every distinct answer of a
-    prompt. A local judge needs memory besides the policy, and once more for evaluations that use it. The
+    prompt. A local judge needs memory besides the policy, and twice as much if evaluations use it too. The
     metric `judge/unread` is the fraction of replies that could not be parsed.
 
     Three forms read the probabilities of the judge's first word instead, at the cost of one forward pass.
@@ -84,9 +84,9 @@ class Judge(Judging):
             is empty or the answer has no such block.
         reference: Show the judge the target, if there is one.
         template: jinja2 template that replaces the built-in template. It can read `question`, `answer`,
-            `reference`, `columns` (of the data), `low`, `high`, `mark` (a line around the answer, which no
-            answer can guess) and `made` ("image" or "video" if the answer is one). The template must ask for
-            the tags of `form`.
+            `reference`, `columns` (of the data), `low`, `high`, `mark` (a random line to put before and after
+            the answer: no answer can fake it) and `made` ("image" or "video" if the answer is one). The
+            template must ask for the tags of `form`.
         ask_again: Repetitions of a question after a reply that cannot be parsed.
         device: Torch device of a local judge; `auto` is the current GPU, or the CPU.
     """
@@ -141,7 +141,7 @@ class Judge(Judging):
             if self.form == "p_yes_of_all":
                 rewards.append(mean)
                 continue
-            # Probabilities can underflow to 0.
+            # If all probabilities underflow to 0, there is no mean: count the reply as unparsed.
             wanted = f"{', '.join(words[0] for words in self.words)} with any probability"
             rewards.append(mean / sum(weights) if sum(weights) else Unread("", wanted))
         return rewards

@@ -48,8 +48,8 @@ class PairwiseJudge(Judging):
     Equal answers tie and empty answers lose without asking the judge. A judgement that cannot be parsed
     counts 1/2; if no judgement of an answer can be parsed, its reward fails, as for `judge`. The only answer
     of a group gets no reward. Metrics: `pairwise_judge/consistency` is the fraction of pairs with the same
-    verdict in both orders. `pairwise_judge/first` is how often the first position won if the verdicts differ
-    (1/2: no bias). `judge/unread` is as for `judge`.
+    verdict in both orders. `pairwise_judge/first`: of the pairs with different verdicts, the fraction in
+    which the answer shown first won (1/2: no bias). `judge/unread` is as for `judge`.
 
     Args:
         engine: As for `judge`.

@@ -29,9 +29,9 @@ from mmrl.rewards.answers import (
 def tag_format(prompt: Prompt, outcome: Outcome, *, tags: str = "") -> float:
     """Return 1 if the answer consists of the blocks `tags` in this order, else 0.
 
-    `tags` lists the tags of the blocks, such as `think,answer`. If empty, the list is the outcome's tag
-    `format` (set for demonstrations without reasoning), the column `format`, or else `think,answer`. Case
-    and surrounding space do not matter; an empty block counts as a block (TON, arXiv 2505.16854).
+    `tags` lists the tags of the blocks, such as `think,answer`. If empty, the list is the outcome's entry
+    `tags["format"]` (set for demonstrations without reasoning), the column `format`, or else `think,answer`.
+    Case and surrounding space do not matter; an empty block counts (TON, arXiv 2505.16854).
     """
     names = tags or outcome.tags.get("format") or prompt.columns.get("format") or "think,answer"
     # Blocks must not contain their own opening tag: `<think>a<think>b</think>` fails.
@@ -68,8 +68,8 @@ def answer_cluster(
     """Hash the answer to a number in [0, 1), as a label that is equal for equal answers.
 
     It hashes the last `tag` block of the answer, or the whole text without a block; None for an empty answer.
-    `form` defines equality as for `majority`, by default up to case and space. Set `weight: 0`. Advantage
-    functions such as `semantic_entropy` and `consistency_mix` then see which answers of a group agree.
+    `form` defines equality as for `majority`, by default up to case and space. A label is not added to the
+    reward: set `weight: 0`. `semantic_entropy` and `consistency_mix` read which answers of a group agree.
     """
     words = comparable(outcome.text or "", tag, form, choices_in(prompt.columns))
     return (name_id(words) >> 10) / 2**53 if words else None  # a float has 53 bits of precision
@@ -87,7 +87,7 @@ def overlong(
     """Penalize lengths shortly before the hard limit (soft overlong punishment, DAPO, arXiv 2503.14476).
 
     The penalty is 0 up to `max_completion_length - soft_punish_cache`, then falls linearly to -1 at
-    `max_completion_length`, and stays -1. Lengths are in steps, as counted by the engine.
+    `max_completion_length`, and stays -1. Lengths are in steps of the policy (tokens of a text).
     """
     if outcome.end is None:
         raise ValueError(f"`overlong` counts steps, but the outcome of prompt '{prompt.uid}' has no `end`")

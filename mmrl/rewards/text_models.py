@@ -39,11 +39,11 @@ class RewardModel:
     The score is the logit. The model reads the texts of the prompt's messages and the answer, in its own chat
     template if it has one, otherwise concatenated. It gets no images or videos: `vision.reward_model` reads
     them. If rule-based rewards are added, as in Skywork R1V2 (arXiv 2504.16656),
-    choose the weight by the scale of the scores: see the metric `rewards/reward_model/std`.
+    choose the weight by the spread of the scores: see the metric `rewards/reward_model/std`.
 
     Args:
         model: Folder or name of the model, in safetensors.
-        of: Label whose logit is the score; empty: the only one.
+        of: Label of the classifier whose logit is the score; empty: its only label.
         max_length: Maximum tokens of prompt and answer; longer texts lose their beginning.
         batch_size: Answers per forward pass.
         device: Torch device; `auto` is the current GPU, or the CPU.

@@ -1,4 +1,4 @@
-"""Functions that list the policy's tool calls in a turn, and the label `tool_calls`."""
+"""Functions that list the policy's tool calls in a turn, and `tool_calls`, which counts them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CALL = "tool_call"  # tag of a block with a call in JSON
 ANSWERED = (
     "call",
     "stop",
-)  # values of the tag `finish` after which all calls of a turn have replies
+)  # values of `outcome.tags["finish"]` that mean: all calls of the last turn were executed
 
 
 def written_calls(turn: Message, tag: str) -> Sequence[Call | CallError]:
@@ -33,8 +33,8 @@ def tool_calls(
     """Count the tool calls of an answer, or of all turns of a conversation, for use as a label.
 
     Counts the calls that the engine of a conversation parsed, or else the blocks `<tool_call>{"name": ...,
-    "arguments": {...}}</tool_call>`; malformed calls do not count. Set `weight: 0`. With `at: every`
-    each turn counts its own calls.
+    "arguments": {...}}</tool_call>`; malformed calls do not count. A label is only read by other pieces,
+    so set `weight: 0`. With `at: every` each turn counts its own calls.
 
     Args:
         tag: Tag of a call.

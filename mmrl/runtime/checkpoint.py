@@ -119,7 +119,7 @@ def finished(output_dir: Path) -> list[Path]:
 
 
 def of_run(folder: Path) -> bool:
-    """Whether a checkpoint and its output folder belong to the same run, by their marker files."""
+    """Whether the marker files of a checkpoint and of its output folder name the same run."""
     run = mark_of(folder.parent).get("run")
     return run is None or mark_of(folder).get("run", "") == run
 

@@ -31,7 +31,7 @@ class Towers:
     def __post_init__(self) -> None:
         self.model.eval().requires_grad_(False)
         self.length = self.tokenizer.context_length
-        inner = getattr(self.tokenizer, "tokenizer", None)  # open_clip's own tokenizer has none
+        inner = getattr(self.tokenizer, "tokenizer", None)  # None for open_clip's tokenizer
         self.words = plain_text.control_words(inner) if inner else plain_text.OPEN_CLIP
         self.factor = float(self.model.logit_scale.exp())  # logits are factor * cosine + bias (SigLIP)
         bias = self.model.logit_bias
@@ -95,7 +95,7 @@ def _load(model: str, pretrained: str | None, device: torch.device) -> Towers:
         raise ValueError(
             f"clip_score: '{model}' is neither a folder nor an architecture of open_clip; {hint}"
         )
-    # Raise where open_clip only warns: weights trained with QuickGELU, model built without it.
+    # Build the model with QuickGELU if its weights were trained with it; open_clip would only warn.
     settings = open_clip.get_pretrained_cfg(name, weights) if weights else {}
     try:
         loaded, _, prepare = open_clip.create_model_and_transforms(

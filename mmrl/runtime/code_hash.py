@@ -57,7 +57,7 @@ class _Walk:
     """Traversal that converts code to a JSON description; each function and class is visited once."""
 
     home: str  # module of the hashed object
-    # Variables and attributes that the code reads: (name, description, whether of a plain type).
+    # Variables and attributes that the code reads: (name, description, whether it has a plain type).
     values: list[tuple[str, Any, bool]] = field(default_factory=list)
     assigned: set[str] = field(default_factory=set)  # names that the code assigns to
     filled: set[str] = field(default_factory=set)  # names of containers that the code may change

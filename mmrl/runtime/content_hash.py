@@ -1,6 +1,6 @@
 """Hashes of a run's prompts, media and weights, which do not depend on the number of processes.
 
-Computed once when a run starts, within seconds.
+They are computed once, when a run starts, within seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ENDS = 16384  # bytes read at each end of a media file
 PROMPTS = 1024  # prompts hashed at a time
 CHUNK = 1 << 22  # elements of a tensor per checksum
 STRIDE = 1024  # sums per chunk
-LATER = {"size", "tools", "asked", "turns"}  # fields added in later versions
+LATER = {"size", "tools", "asked", "turns"}  # fields of prompts and messages that old versions lack
 
 
 def of_prompts(prompts: Sequence[Prompt], *, named: bool = True) -> dict[str, str]:
@@ -133,7 +133,7 @@ def _plain(value: Any, sources: list) -> Any:
             return [str(getattr(value, "dtype", "")), hashlib.sha256(tobytes()).hexdigest()]
         case _ if is_dataclass(value):
             held = {field.name: getattr(value, field.name) for field in fields(value)}
-            # Leave out unset fields of `LATER`, to keep the hash of runs from before they existed.
+            # Leave out unset fields of `LATER`: prompts then keep the hash that older versions computed.
             return [kind, {name: inner for name, inner in held.items() if name not in LATER or inner}]
         case Mapping():
             return dict(value)

@@ -191,8 +191,8 @@ class Processes:
         """Select the prompts of this process; also return whether their rows count (False: only padding).
 
         A group in `table` (earlier sampling rounds of the step) stays on its process; a new group goes to the
-        least loaded one. A process without work gets one prompt as padding, since sharded models need it in
-        every forward pass.
+        least loaded one. A process without work gets one prompt as padding, since every process must take
+        part in each forward pass of a sharded model.
         """
         home = self.homes(Counter(prompt.uid for prompt in prompts), table)
         mine = [prompt for prompt in prompts if home[prompt.uid] == self.rank]
@@ -299,7 +299,7 @@ class Processes:
         engine.rest()
 
     def compare(self, engine: Engine) -> None:
-        """Compare log-probabilities of an engine's servers with a sharded policy, on every process."""
+        """Check, with a sharded policy, that an engine's servers compute the policy's log-probabilities."""
         if self.shards and isinstance(engine, ComparesAnswers):
             engine.compare(self.pad_micro_batches)
 

@@ -93,8 +93,8 @@ def _listed(paths: Sequence[Path]) -> str:
 def making(folder: Path, by: str, *, overwrite: bool = False, **facts: Any) -> Iterator[Path]:
     """Yield a temporary folder that replaces the content of `folder` on exit.
 
-    If the process is killed, the old content stays. A command may replace its own output if the `facts` are
-    the same.
+    If the process is killed, the old content stays. A command may replace output that it wrote with the
+    same `facts`, which the marker file records.
 
     Raises:
         ConfigError: Another process is writing the folder, or its content must not be replaced.
@@ -103,13 +103,13 @@ def making(folder: Path, by: str, *, overwrite: bool = False, **facts: Any) -> I
     existed, unfinished = folder.is_dir(), folder / UNFINISHED
     try:
         with hold(folder, leave=False):
-            check_replaceable(folder, by, overwrite=overwrite, **facts)  # again, under the lock
+            check_replaceable(folder, by, overwrite=overwrite, **facts)  # again, now locked
             remove(unfinished)  # left by a killed process
-            new_folder = unfinished / "new" / folder.resolve().name  # builders may write this name into files
+            new_folder = unfinished / "new" / folder.resolve().name  # files may contain the folder's name
             new_folder.parent.mkdir(parents=True)  # the caller makes the folder itself
             try:
                 yield new_folder
-                check_replaceable(folder, by, overwrite=overwrite, **facts)  # other programs ignore the lock
+                check_replaceable(folder, by, overwrite=overwrite, **facts)  # other programs may write
                 mark(folder, by, **facts)
                 _move(folder, unfinished / "old")
                 _move(new_folder, folder)
@@ -122,7 +122,7 @@ def making(folder: Path, by: str, *, overwrite: bool = False, **facts: Any) -> I
 
 @contextmanager
 def written_whole(output: Path) -> Iterator[Path]:
-    """Yield a temporary path; on exit move its files, and files written beside it, to `output`'s folder.
+    """Yield a temporary path for `output`; on exit move the file and files beside it to their final folder.
 
     After an error no file is moved, and existing files stay. Moved files replace files of the same name.
     """

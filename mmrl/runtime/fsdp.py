@@ -78,7 +78,7 @@ def gathered(
 ) -> Iterator[bool]:
     """Replace sharded parameters by full tensors in main memory of process 0 inside this context.
 
-    Every process must enter it. Yields whether this process has the full weights (always without sharding).
+    Every process must enter it. Yields whether this process has the full weights (True without sharding).
 
     Args:
         module: The model.
@@ -139,7 +139,7 @@ def unsharded(module: nn.Module, *, again: bool = True) -> Iterator[None]:
     if parts:
         from torch.distributed.fsdp import register_fsdp_forward_method
 
-        # Initialise FSDP2's root now: it takes the first called module, but generation may call a submodule.
+        # FSDP2's root is the first module called. Generation may call a submodule first: call the model now.
         module.begin = lambda: None
         register_fsdp_forward_method(module, "begin")
         module.begin()
@@ -179,7 +179,7 @@ def swap(parameter: Tensor, weight: Tensor) -> Tensor:
 
 
 def local_copy(parameter: Tensor) -> Tensor:
-    """Return a copy of a parameter's data: on the CPU, or for a shard on its own device."""
+    """Return a copy of a parameter's data on the CPU; the copy of a shard stays on the shard's device."""
     parameter = parameter.detach()
     return parameter.clone() if is_shard(parameter) else parameter.cpu().clone()
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-IDLE, INTERVAL, PROBES = 4, 2, 4  # seconds to the first probe and between probes, number of probes: 12 s
+IDLE, INTERVAL, PROBES = 4, 2, 4  # seconds to the first probe, between probes; number of probes (12 s)
 FAREWELL = b"done"
 ENOUGH = 60.0  # timeout for connecting, in seconds
 

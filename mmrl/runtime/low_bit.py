@@ -26,8 +26,8 @@ def quantized_linear(
     if nbits == 4:
         form = {"compress_statistics": double, "quant_type": kind}
         out = bnb.nn.Linear4bit(*sizes, compute_dtype=weight.dtype, device="meta", **form)
-        # The CPU fast path repacks the weights in the first call without gradients. It then computes in
-        # bfloat16 regardless of `compute_dtype`, and no gradient flows through packed weights.
+        # Disable the CPU fast path: its first call without gradients repacks the weights. After that it
+        # ignores `compute_dtype` (it uses bfloat16), and no gradient flows through the layer.
         out.support_avx512bf16_for_cpu = False
     else:
         out = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=threshold, device="meta")
@@ -81,7 +81,7 @@ def _shapes(layer: Any, weight: Tensor) -> nn.Parameter:
     else:
         codes, scales, _ = functional.int8_vectorwise_quant(weight.half())
         attributes = {"CB": codes, "SCB": scales}
-        layer.state.threshold = 0.0  # no outlier detection: it needs values
+        layer.state.threshold = 0.0  # no outlier detection: fake tensors have no values
     parameter = nn.Parameter(codes, requires_grad=False)
     vars(parameter).update(settings | attributes)
     return parameter

@@ -126,7 +126,7 @@ def keep_training_precision(model: nn.Module, *, now: bool = False) -> None:
             if placement().shards and not now:
                 vars(parameter)[LATER] = True
             else:
-                parameter.data = parameter.data.float()  # in place, since others refer to the Parameter
+                parameter.data = parameter.data.float()  # in place: others hold this Parameter object
 
 
 def stored_dtypes(folder: Path) -> dict[str, str]:
@@ -178,7 +178,7 @@ def applied_transforms(model: nn.Module) -> tuple[dict[str, Any], ...]:
 
 
 def record_transform(view: nn.Module, model: nn.Module, name: str, options: Mapping[str, Any]) -> nn.Module:
-    """Add a transform to the record of `view`, its result; raise `ValueError` if `model` already has it."""
+    """Record a transform of `model` in the result `view`; raise `ValueError` if `model` already has it."""
     for done in applied_transforms(model):
         if done["name"] == name:
             raise ValueError(
@@ -228,7 +228,7 @@ class Derived:
             copied = {id(tensor) for tensor in (*derived.parameters(), *derived.buffers())}
             shared = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
             parameters = list(self.model.parameters())
-            # Originals missing in the copy were replaced. New weights may be computed from any original.
+            # Watch the originals that the copy replaced; if it only added weights, watch all originals.
             replaced = [parameter for parameter in parameters if id(parameter) not in copied]
             self._read = replaced or (parameters if copied - shared else [])
             self._stamp = self._look()

@@ -93,7 +93,7 @@ def check_head(model: Any) -> None:
         if before is not None:
             core.forward = before
     own = head(hidden)[..., : wanted.shape[-1]]  # Janus's forward pass has the text head only
-    hidden_tokens = wanted <= torch.finfo(wanted.dtype).min / 2  # masked image tokens (Chameleon)
+    hidden_tokens = wanted <= torch.finfo(wanted.dtype).min / 2  # image tokens, which Chameleon masks
     logits, wanted = (x.masked_fill(hidden_tokens, 0).float() for x in (own, wanted))
     wanted = wanted * forward_factor(model)
     if not (logits - wanted).norm() <= 0.02 * wanted.norm():

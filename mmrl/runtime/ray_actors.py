@@ -77,7 +77,7 @@ class Actors:
             self.collect([actor.call.remote("", b"") for actor in self.actors], STARTING)
 
     def begin(self, requests: Sequence[tuple], *more: Any, method: str) -> list[Any]:
-        """Send one request to each of the first actors; pass the returned references to `collect`.
+        """Send request i to actor i; returns references to the results, to pass to `collect`.
 
         Args:
             requests: Arguments of the method, one tuple per actor.

@@ -40,7 +40,7 @@ def _copy(value: Any) -> Any:
             return {key: _copy(inner) for key, inner in value.items()}
         case list():
             return [_copy(inner) for inner in value]
-        case tuple() if type(value) is tuple:  # not named tuples: other constructors
+        case tuple() if type(value) is tuple:  # named tuples have other constructors
             return tuple(_copy(inner) for inner in value)
         case set():
             return set(value)

@@ -33,7 +33,7 @@ class Allocate:
 
     Our readings: the rules use results of earlier steps, not of the current one. Pass rates are means over
     all rollouts of a prompt, shrunk to the prior, which is Beta(1, 1) without a column. Predictions of a
-    value model are not shrunk, as in V_0. Our value model is trained during the run; V_0 is trained before.
+    value model are not shrunk, as in V_0. We train the value model during the run, V_0 before it.
 
     Args:
         rule: Definition of the gain of a further rollout, see above.

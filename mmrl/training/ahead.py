@@ -47,7 +47,7 @@ def _request_step(run: Run, step: int) -> InFlight:
         with run.rollout_weights():
             if run.ahead and run.ahead[-1].clock.step == clock.step:  # same weights: share one copy
                 weights = run.ahead[-1].weights
-            else:  # copy the weights: process 0 all of them; if sharded, every process its shards
+            else:  # process 0 copies all weights; with sharding, each process copies its shards
                 saves = run.processes.main or run.processes.shards
                 weights = tuple(map(local_copy, trained)) if saves else ()
             prompts = _request(run, prompts)

@@ -70,7 +70,7 @@ def _write(run: Run, state: Mapping[str, Any], folder: Path) -> None:
         mark(unfinished, "train", **run.made_with)
         checkpoint.write_state(unfinished, state)
         for journal in (run.journal, run.report.warnings):
-            journal.flush()  # first: a resume needs every earlier line of metrics
+            journal.flush()  # before `publish`: a resume needs all earlier metrics
         checkpoint.publish(unfinished, folder, run.report.warn)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -90,7 +90,7 @@ def write_model(run: Run, folder: Path) -> None:
 
 
 def publish(run: Run) -> None:
-    """Update the last checkpoint's model card, print the best checkpoint, and upload it if configured."""
+    """Update the last model card; print the best checkpoint; with `push_to_hub` upload it, or the last."""
     if not run.processes.main:
         return
     config, progress, say = run.config, run.progress, run.report.console.say
@@ -195,7 +195,7 @@ def _load_latest(run: Run, changed: Changes) -> int:
 
 
 def _read_state(run: Run, folder: Path, changed: Changes) -> tuple[dict[str, Any], str]:
-    """Read the state of a checkpoint and its hash; reset the state of pieces whose keys changed."""
+    """Read a checkpoint's state, and hash its JSON file; reset the state that depends on changed keys."""
     state = checkpoint.read_state(folder)
     if not checkpoint.of_run(folder):
         raise CheckpointError(f"'{folder}' is a checkpoint of another run")

@@ -22,9 +22,9 @@ from mmrl.training.nonfinite import rolling_out
 from mmrl.training.score import RewardFault, score
 from mmrl.training.trainer import Run
 
-ROUNDS = 10  # sampling rounds in which a reward may be None everywhere: it may only apply to good answers
+ROUNDS = 10  # minimum rounds before an always absent reward is an error: it may need good answers
 DRAWS = 10  # largest number of consecutive draws in which all prompts are unreadable
-PROMPTS = 1000  # prompts for which a reward may be None everywhere: its task may be rare in the data
+PROMPTS = 1000  # minimum prompts before it is an error: the reward's task may be rare in the data
 
 
 def collect(run: Run) -> Collection:
@@ -92,7 +92,7 @@ def readable(run: Run, missing: int, table: RewardTable) -> Any:
         while prompts:
             if done := made_and_scored(run, prompts, table, version):
                 return done
-            prompts, version = run.without_unreadable(prompts), run.stream.step  # by the current weights
+            prompts, version = run.without_unreadable(prompts), run.stream.step  # weights of this step
         if not drawn_now:
             return None
     raise ConfigError(f"none of the prompts of {DRAWS} draws can be read: {run.unreadable.error()}")
@@ -110,7 +110,7 @@ def draw_prompts(run: Run, missing: int) -> tuple[list[Prompt], int]:
 
 
 def replay_after(run: Run, collection: Collection, credit: RewardTable) -> tuple[Collection, RewardTable]:
-    """Replace rollouts of this step by rows of earlier steps that already have advantages."""
+    """Let replay pieces exchange some of this step's rollouts for earlier rows, which have advantages."""
     for replay in run.replays:
         keep, added, credited = replay.replay_after(collection, credit)
         collection, added = exchange_rows(run, replay, collection, keep, added)
@@ -121,7 +121,7 @@ def replay_after(run: Run, collection: Collection, credit: RewardTable) -> tuple
 def exchange_rows(
     run: Run, replay: Replay, collection: Collection, keep: Tensor, added: RewardTable
 ) -> tuple[Collection, RewardTable]:
-    """Drop this step's rollouts outside the mask `keep`, and add replayed rows.
+    """Drop this step's rollouts outside the mask `keep` (N,), and add replayed rows.
 
     Returns the remaining rollouts, and the replayed rows with the process that each was assigned to.
     """
@@ -141,7 +141,7 @@ def in_order(rollouts: Rollouts, order: Sequence[str]) -> Rollouts:
 
 
 def pick(rollouts: Rollouts, table: RewardTable, keep: Tensor) -> tuple[Rollouts, RewardTable]:
-    """Select the rows in the mask `keep` of a table, and the rollouts of this process among them."""
+    """Select the rows of a table in the mask `keep` (N,), and the rollouts of this process among them."""
     mine = keep[table.mine].tolist()
     return tuple(row for row, kept in zip(rollouts, mine, strict=True) if kept), table.select(keep)
 

@@ -73,7 +73,7 @@ class Learner:
 
     @property
     def needs(self) -> Needs:
-        """What the objective reads: model outputs, other policies, and the smallest unit of micro-batches."""
+        """What the objective reads (model outputs, other policies), and the smallest possible micro-batch."""
         return self.objective.needs
 
     @property
@@ -111,7 +111,7 @@ class Learner:
             self.untouched = [name for name, p in named if p.requires_grad and p.grad is None]
         if self.guard.step_optimizer():
             for reference in () if self.second else self.references.values():
-                reference.update()  # moving averages count the policy's optimizer steps
+                reference.update()  # moving averages decay per optimizer step
 
     def pop_metrics(self) -> dict[str, float]:
         """Return the metrics since the last call; metric names of an additional model begin with its name."""
@@ -184,7 +184,7 @@ class Guard:
     skipped: int = 0  # number of skipped optimizer steps, at most `learn.max_skipped`
     updates: int = 0  # optimizer steps in this training step with gradient and learning rate above 0
     written: int = 0  # number of files with faulty rows in this training step
-    rollouts: Rollouts = ()  # rows of the batch
+    rollouts: Rollouts = ()  # the rollouts that the batch's `rows` index
     current: Update | None = None
     meter: Meter = field(default_factory=Meter)
 
@@ -220,7 +220,7 @@ class Guard:
         optimizer.zero_grad(set_to_none=True)
         self.meter.add({"grad_norm": torch.tensor(norm)}, 1.0)
         self.updates += norm > 0 and any(group["lr"] for group in optimizer.param_groups)
-        self.meter.updates += 1  # only after steps that were taken: `forget` removes the sums of skipped ones
+        self.meter.updates += 1  # not for skipped steps: `forget` removed their sums
         return True
 
     def end_step(self) -> None:
@@ -281,7 +281,7 @@ class Guard:
             loss, _ = learner.objective(learner.policy(micro, learner.needs.outputs), micro)
             if not math.isfinite(float(loss.detach())):
                 return False
-            gradients = torch.autograd.grad(loss, learner.trained, allow_unused=True)  # `.grad` stays empty
+            gradients = torch.autograd.grad(loss, learner.trained, allow_unused=True)  # leaves `.grad` unset
             if not all(bool(g.isfinite().all()) for g in gradients if g is not None):
                 return False
         return True

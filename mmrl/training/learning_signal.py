@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 FIRST = 3  # warn if this many steps at the start of a run have no update
-LASTING = 12  # at a run's start: stop after this many steps without an update; later: warn
+LASTING = 12  # number of steps without an update that stops a run at its start; later, warn
 
 
 class NoLearning(RuntimeError):

@@ -166,7 +166,7 @@ def update(learner: Learner, batch: Batch) -> None:
     """Make one pass over the batch, with an optimizer step for each of its minibatches."""
     for part in batch.parts(learner.minibatches):
         part = part.replace(totals=learner.processes.rank_mean(part.count()))
-        # `totals` are summed over processes, so every process skips the same minibatches.
+        # `totals` are equal on all processes, so every process skips the same minibatches.
         if not part.totals.steps:  # all rows were filtered out: no gradient
             continue
         part = part.replace(weight=learner.objective.weigh(part))

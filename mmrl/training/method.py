@@ -37,7 +37,8 @@ class ChainError(ValueError):
 def through_chain(chain: Sequence[Bound], table: RewardTable, step: int) -> RewardTable:
     """Compute advantages from a reward table by the advantage functions, in order.
 
-    The functions get one row per episode. If none of them reads turns, a conversation gets a single outcome.
+    The functions get one row per episode; the turns of a conversation are its outcomes. If no function reads
+    turns, they are merged to a single outcome.
 
     Raises `ChainError` with the name of the function if it fails, does not return a table of the same rows,
     or makes a valid value NaN or infinite. `step` is only used in the message.
@@ -60,7 +61,7 @@ def through_chain(chain: Sequence[Bound], table: RewardTable, step: int) -> Rewa
         wrong = result.valid & ~result.values.isfinite()  # masked entries may have any value
         if wrong.any():
             row, column, place = wrong.nonzero()[0].tolist()
-            # The function may have added outcomes, as `per_step` adds one per step.
+            # If the function added this outcome, as `per_step` does for every step, show the last old one.
             before = table.values[row, :, min(place, table.values.shape[2] - 1)].tolist()
             raise ChainError(
                 f"{name} made {int(wrong.sum())} valid values non-finite at step {step}, the first of them "

@@ -117,7 +117,7 @@ class Reporter:
         self, collection: Collection, credit: RewardTable, numbers: Mapping[str, float]
     ) -> dict[str, float]:
         """Compute the metrics of a step, including the means of `numbers` over processes."""
-        shared = conclude(self.processes.means(numbers))  # average first: ratios of means
+        shared = conclude(self.processes.means(numbers))  # means first: `conclude` takes ratios
         entropy = self.processes.means(noted_sums(collection.rollouts, "entropy"))
         if entropy["steps"]:
             shared["entropy"] = entropy["sum"] / entropy["steps"]
@@ -161,14 +161,14 @@ class Reporter:
             self.pieces.trackers.write(metrics, 0)
 
     def evaluated(self, step: int, measured: Measured) -> None:
-        """Print the evaluation at a step beside the first evaluation, and write its predictions."""
+        """Print an evaluation's metrics next to those of the first evaluation, and write its predictions."""
         for sentence in measured.table.absent.values():
             self.warn(f"evaluation: {sentence}")
         if self.config.report.log_completions:
             with self.processes.fail_together("writing predictions"):
                 path, world = step_file(self.folder, step), self.processes.world
                 write_predictions(path, measured, world=world, images=IMAGES)
-        if step != self.evaluated_at:  # the final one may repeat that of the last step
+        if step != self.evaluated_at:  # the final evaluation may already be printed
             words = [self._beside_first(name, measured) for name in measured.intervals]
             self.console.say(f"evaluation at step {step}: " + ";  ".join(words))
         self.evaluated_at = step

@@ -76,8 +76,8 @@ def score(
 ) -> RewardTable:
     """Score every outcome of rollouts with every reward.
 
-    A failing reward raises `RewardFault`. With `on_error: skip`, its groups are left out of statistics and
-    learning instead.
+    A failing reward raises `RewardFault`. With `on_error: skip`, the groups for which it fails are left out
+    of statistics and learning instead.
 
     Args:
         rewards: The rewards.
@@ -147,7 +147,7 @@ def _tokens(rollouts: Rollouts) -> list[list[int] | None]:
 def final_turns(rollouts: Rollouts) -> list[bool]:
     """Whether each outcome is the last turn of its conversation, or a plain answer (no tag `turn`).
 
-    The result is False for outcomes with the tag `bare`.
+    It is False for outcomes with the tag `bare`, which only rewards with `at: every` score.
     """
     last: dict[tuple[str, str], int] = {}  # maps every episode to the number of its last turn
     for row in rollouts:
@@ -234,7 +234,7 @@ def _padded(rows: Sequence[Sequence[int]], fill: int = 0) -> Tensor:
 def _notes(rollouts: Rollouts, names: frozenset[str]) -> dict[str, Tensor]:
     """Pad the engine's per-step records to (rollouts, steps), with NaN for missing records.
 
-    `logp` is included if it has a NaN, since NaN marks the steps that the policy did not choose.
+    If `logp` has a NaN, it is included too: NaN marks steps that the policy did not choose.
     """
     steps = max(row.length for row in rollouts)
     if any(row.notes["logp"].isnan().any() for row in rollouts if "logp" in row.notes):

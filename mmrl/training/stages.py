@@ -127,7 +127,7 @@ def _open(stages: Sequence[Stage], processes: Processes) -> list[StageRecord]:
     with processes.fail_together(f"opening '{home}'"):
         if processes.main:
             records = _records(stages)
-            if stages[0].config.overwrite_output_dir:  # record last: a killed removal can be repeated
+            if stages[0].config.overwrite_output_dir:  # remove folders before writing the record
                 for record in read_stages(home):
                     remove(home / record.folder)
             write_stages(home, records)
@@ -147,7 +147,7 @@ def _ready(stage: Stage, stages: Sequence[Stage], records: Sequence[StageRecord]
     start = stages[stage.begins].folder / records[stage.begins].checkpoint
     if checkpoints(stage.folder) and (stage.folder / CONFIG).exists():
         before = Path(read(stage.folder / CONFIG).get("init_from") or "")
-        if before.parts[-2:] == start.parts[-2:]:  # same folder, but moved since
+        if before.parts[-2:] == start.parts[-2:]:  # same checkpoint, moved since
             start = before
     return replace(stage.config, init_from=str(start))
 
@@ -161,7 +161,7 @@ def _finished(stage: Stage, run: Run) -> StageRecord:
     """Create the record of a finished stage, with its best checkpoint if one was chosen."""
     best, taken = run.progress.best, run.progress.step
     metrics = describe_measured(run.final) if run.final else {}
-    if best.step:  # the final evaluation measured later weights
+    if best.step:  # not the final evaluation, which measured later weights
         metrics = {stage.config.metric_for_best_model: best.value}
     metrics = {k: v for k, v in metrics.items() if math.isfinite(v) and not k.endswith(MACHINE)}
     folder, checkpoint = stage.folder.name, f"checkpoint-{best.step or taken}"

@@ -287,7 +287,7 @@ class Run:
     def whole_weights(self, *, changed: bool = False) -> Iterator[bool]:
         """Gather the weights of all models inside this context; yield whether this process has them.
 
-        With `changed`, the weights of process 0 are sharded again on exit.
+        With `changed`, all processes take over the weights of process 0 on exit.
         """
         with ExitStack() as stack:
             models = [learner.policy.module for learner in self.learners]
@@ -321,7 +321,7 @@ class Run:
         return of_tensors(trained) if self.processes.world > 1 else ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for resuming, without the model. Every process must call this."""
+        """Return the state for resuming, without the model's weights. Every process must call this."""
         return {
             "step": self.progress.step,
             "inputs": self.progress.inputs,

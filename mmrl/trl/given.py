@@ -29,7 +29,7 @@ DPO_LOSSES = {  # maps DPO losses of TRL to mmrl's objectives for pairs
     "sigmoid_norm": "sigmoid",
 }
 ABSENT_LOSSES = ("aot", "aot_unpaired", "sft")
-SFT_LOSSES = ("nll", "chunked_nll", "dft")  # "chunked_nll" saves memory only
+SFT_LOSSES = ("nll", "chunked_nll", "dft")  # "chunked_nll" is "nll" with less memory
 CONVERSING = ("vision.with_tools", "vision.with_environments")  # engines that call tools
 STEP_MEANS = ("dapo", "bnpo", "cispo", "vespo")
 
@@ -65,7 +65,7 @@ class Given:
         values: Argument values by name.
         onto: The configuration to change.
         kind: The configuration class of the arguments: grpo, dpo or sft.
-        whole: Whether `values` includes TRL's defaults, so that the result is TRL's training.
+        whole: Whether `values` includes TRL's defaults, so that the resulting run trains as TRL would.
         nulls: The names of arguments that were given as None.
     """
 

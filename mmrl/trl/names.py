@@ -16,7 +16,7 @@ class Name(NamedTuple):
     """An argument of TRL that is translated to a configuration key of mmrl.
 
     Args:
-        key: The dotted key. If a rule sets several keys, the key whose presence means that a file sets it.
+        key: The dotted key. If `rule` sets several keys: if a file sets this one, TRL's default is not used.
         default: TRL's default.
         rule: Function in `mmrl.trl.objective` or `mmrl.trl.run` that translates the argument; empty: copy.
         note: How mmrl differs from TRL in this argument; printed if the argument is given.

@@ -127,7 +127,7 @@ def _epoch(given: Given, name: str) -> float:
 
 
 def _shared(given: Given, name: str) -> float:
-    """Convert optimizer steps to mmrl's training steps; keep a fraction if the run's length is in epochs."""
+    """Convert optimizer steps to mmrl's training steps; keep a fraction if the length is in epochs."""
     return given[name] if given[name] < 1 and given["max_steps"] <= 0 else _whole(given, name)
 
 

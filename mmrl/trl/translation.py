@@ -21,10 +21,10 @@ from mmrl.trl.given import Change, Given, default_of, kind_of_run
 from mmrl.trl.names import DIFFERS, LACKS, NAMES, NEUTRAL, REFUSED
 
 RULES = {**objective.RULES, **run.RULES}
-OBJECTIVE = ("advantage", "references", "group_filter")  # sections that change with `objective`
+OBJECTIVE = ("advantage", "references", "group_filter")  # what belongs to a loss besides `objective`
 # Groups of alternative keys: if a file sets one key, TRL's defaults of the whole group are ignored.
 TOGETHER = (("max_steps", "num_train_epochs"), ("rollout.num_prompts", "learn.minibatches"))
-SET_BY_ITSELF = {"output_dir": "trainer_output", "report_to": [], "bf16": True}  # set by TRL's classes
+SET_BY_ITSELF = {"output_dir": "trainer_output", "report_to": [], "bf16": True}  # TRL computes these itself
 SAME = tuple(
     words for words in dict.fromkeys(NEUTRAL.values()) if words.startswith(("How memory", "Of loops"))
 )
@@ -71,8 +71,8 @@ def translated(
         arguments: The given arguments; None counts as not given.
         onto: The whole configuration to change, including `own`.
         own: Configuration keys of mmrl that were given together with the arguments.
-        complete: Whether TRL's defaults apply wherever `onto` sets no value. The objective of a file that is
-            not GRPO's or DPO's is not changed.
+        complete: Whether TRL's defaults apply wherever `onto` sets no value. They change the objective only
+            if `onto` has mmrl's default objective for this kind of run.
     """
     kind, own = kind_of_run(arguments, onto), own or {}
     problems, values = [], {}

@@ -28,7 +28,7 @@ class Words:
 
     `nouns` extracts the nouns of a text as lemmas; AMBER's script uses nltk. The default returns all words in
     the singular, because only words of `vocabulary` are counted (our reading). `similar` decides whether two
-    words have about the same meaning. AMBER uses spaCy's vectors (cosine above 0.8); by default none do.
+    words have about the same meaning. AMBER uses spaCy's vectors (cosine above 0.8); the default is never.
     """
 
     association: Mapping[str, Sequence[str]]
@@ -67,7 +67,7 @@ class AmberScene:
             if not objects:
                 matched |= self._named(self.absent, noun, eq) | self._named(self.absent, noun, similar)
                 objects = self._named(self.truth, noun, similar)
-                hallucinated += not objects  # repeated mentions are counted again
+                hallucinated += not objects  # every mention counts, even repeated ones
             covered |= objects  # a set: each object counts once, even if it is named several times
         sizes = len(covered), len(self.truth), len(matched), len(self.absent)
         return named_counts(len(nouns), hallucinated, *sizes)

@@ -48,7 +48,7 @@ class Question:
 # ---- MMMU (arXiv 2311.16502)
 
 CLUES = ("could be ", "so ", "is ", "thus ", "therefore ", "final ", "answer ", "result ")
-# Match as the published patterns do in texts in lower case, without quadratic time on long digit strings.
+# Equivalent to the published patterns on lower-case text, but linear on long strings of digits.
 NUMBERS = [
     re.compile(pattern)
     for pattern in (
@@ -113,7 +113,7 @@ def _last(places: Mapping[str, int]) -> str | None:
 
 
 def _normal(text: str) -> list[str | float]:
-    """Round a number to two decimals; add a blank to a single letter, so that it is not found in words."""
+    """Round a number to two decimals; give a letter a space before or after, to find it only at word ends."""
     text = text.strip()
     try:
         return [round(float(text.replace(",", "")), 2)]
@@ -135,7 +135,7 @@ def mathvista(text: str, question: Question) -> Verdict:
 
 
 def mathvista_answer(text: str, question: Question) -> str:
-    """Extract an answer: the whole text if it is a choice or a number, else `The answer is "..."`."""
+    """Extract an answer: the text if it is a choice or number, else the quotation of `The answer is "x"`."""
     if text in question.choices:
         return text
     kinds: dict[str, Callable[[str], object]] = {"integer": int, "float": float}
@@ -210,7 +210,7 @@ def mmbench_letter(text: str, question: Question) -> str | None:
 
 
 def ocrbench(text: str, question: Question) -> Verdict:
-    """Apply OCRBench's rule: the answer contains a target, in any case; formulas without white space."""
+    """Apply OCRBench's rule: the answer contains a target, ignoring case (formulas: and white space)."""
 
     def plain(words: str) -> str:
         words = words.strip().replace("\n", " ")
@@ -220,7 +220,7 @@ def ocrbench(text: str, question: Question) -> Verdict:
 
 
 def chartqa(text: str, question: Question) -> Verdict:
-    """Apply relaxed accuracy: a number within 5 % of the target, or an equal text in any case."""
+    """Apply relaxed accuracy: a number within 5 % of the target, or an equal text, ignoring case."""
 
     def number(words: str) -> float | None:
         try:

@@ -44,7 +44,8 @@ NAMES: dict[str, Toolkit] = {
     # LLaMA-Factory reads rows of LLaVA and ShareGPT directly.
     **dict.fromkeys(("llamafactory", "hiyougallamafactory", "llava", "sharegpt"), "llama_factory"),
 }
-# Maps a toolkit to its columns of messages, and to its columns of question and answer in other rows.
+# Maps a toolkit to (columns with messages, columns of the question, column of the answer); the last two
+# are for rows without messages.
 CONVERSATIONS = {
     "verl": (("prompt",), (), ""),
     "ms_swift": (("messages",), ("query",), "response"),
@@ -105,7 +106,7 @@ def read_row(row: Row, toolkit: Toolkit) -> dict[str, Any]:
     if answer is not None:
         answer = answers_of({"answer": answer})
         if ours.get("answer", answer) != answer:
-            ours["completion"] = ours["answer"]  # a recorded answer, not a target
+            ours["completion"] = ours["answer"]  # the last message is a recorded answer
         ours["answer"] = answer
     converted = set(CONVERTED[toolkit].split())
     if beside := sorted(name for name in converted - used if has_content(row.get(name))):
@@ -186,7 +187,7 @@ def describe_llama_factory(columns: Sequence[str], file_name: str) -> dict[str, 
         "formatting": "sharegpt",  # LLaMA-Factory's name for lists of messages, with any keys
         **({"ranking": True} if "rejected" in columns else {}),
         "columns": {name: name for name in supported if name in columns},
-        "tags": {"role_tag": "role", "content_tag": "content", **roles},  # default: ShareGPT's from, value
+        "tags": {"role_tag": "role", "content_tag": "content", **roles},  # default: `from`, `value`
     }
 
 

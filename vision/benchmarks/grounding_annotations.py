@@ -130,7 +130,7 @@ def spans_of(columns: Columns, names: tuple[str, ...]) -> tuple[Span, ...]:
     return tuple((number(start, f"{name}: start"), number(end, f"{name}: end")) for start, end in pairs)
 
 
-# ---- the published formats; each parser renames the columns as in our own format, jsonl
+# ---- the published formats; each parser renames the columns to those of our own format, `jsonl`
 
 
 def parse_charades(columns: Columns) -> Columns:

@@ -46,7 +46,7 @@ class Item:
         question: The text of the question.
         answers: Right answers; empty if the row has no published answer.
         choices: Texts of the choices A, B, ...; empty for an open question.
-        media: (kind, value in the row, mark in the text); "" as mark: the medium precedes the question.
+        media: (kind, value in the row, placeholder in the text); placeholder "": show it before the question.
         named: Columns for the scoring rules, and for the option `where` of rewards.
         cluster: Name shared by dependent rows: rotations of a question, or questions about one video.
         image_of: The id of the earlier row whose image this row shows.
@@ -68,7 +68,7 @@ class Item:
 class Format:
     """A benchmark's file format and prompt templates.
 
-    Every row has the columns `needs`; `parse` converts a row with the columns `reads`. `prompt` and
+    `needs` are the columns that every row must have, `reads` all columns that `parse` reads. `prompt` and
     `open_prompt` (for questions without choices) are templates with `{question}`, `{choices}`, `{hint}` and
     `{subtitles}`; `line` is the template of a choice.
     """
@@ -151,7 +151,7 @@ def mmbench(columns: Columns, row: DataRow, place: int) -> Item:
 
 
 def ocrbench(columns: Columns, row: DataRow, place: int) -> Item:
-    """Parse a row of OCRBench (arXiv 2305.07895): its JSON file, or the parquet file of the hub."""
+    """Parse a row of OCRBench (arXiv 2305.07895), from its JSON file or the parquet file on the hub."""
     image, answers = _first(columns, "image_path", "image"), _first(columns, "answers", "answer")
     dataset, kind = _first(columns, "dataset_name", "dataset"), _first(columns, "type", "question_type")
     named = {"dataset": text(dataset, "dataset_name"), "type": text(kind, "type")}
@@ -164,7 +164,7 @@ def ocrbench(columns: Columns, row: DataRow, place: int) -> Item:
 
 
 def chartqa(columns: Columns, row: DataRow, place: int) -> Item:
-    """Parse a row of ChartQA (arXiv 2203.10244): its JSON files, or the parquet files of the hub."""
+    """Parse a row of ChartQA (arXiv 2203.10244), from its JSON files or the parquet files on the hub."""
     image, answers = _first(columns, "imgname", "image"), _first(columns, "label", "answer")
     listing = answers if isinstance(answers, list | tuple) else [answers]
     right = tuple(answer_of(answer, f"label[{i}]") for i, answer in enumerate(listing))

@@ -12,7 +12,7 @@ from mmrl.data.fields import RowError, listed, mapping, number, text
 from mmrl.vision.benchmarks.benchmark_files import FileError, read_json
 
 Columns = Mapping[str, Any]
-Boxes = Mapping[int, tuple[str, Any]]  # id of an annotation to (image file, left, top, width, height)
+Boxes = Mapping[int, tuple[str, Any]]  # maps an annotation id to (image file, (left, top, width, height))
 
 
 def refcoco_rows(path: Path, instances: str = "", split: str = "") -> Iterator[DataRow]:
@@ -37,7 +37,7 @@ def refcoco_rows(path: Path, instances: str = "", split: str = "") -> Iterator[D
             yield row
         for i, columns in enumerate(found):
             place = row.place if len(found) == 1 else f"{row.place}#{i}"
-            # The rows have no random access, because several of them come from one line of the file.
+            # Leave out the position in the file: one line of the file can become several rows.
             yield DataRow(place, row.split, columns)
 
 

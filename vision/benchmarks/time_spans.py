@@ -86,7 +86,7 @@ def parse_spans(text: str) -> list[Span]:
     spans: list[tuple[int, float | None, float | None]] = []
 
     def taken(match: re.Match, start: object, end: object) -> str:
-        """Record the span of a match; return bars of its length, which hide its text from later patterns."""
+        """Record a match's span; return as many `|` as it has characters, to hide it from later patterns."""
         spans.append((match.start(), _seconds(start), _seconds(end)))
         return "|" * len(match[0])
 
@@ -136,7 +136,7 @@ def _times(text: str) -> list[_Time]:
 
 
 def _pairs(text: str, times: Sequence[_Time]) -> list[tuple[int, float | None, float | None]]:
-    """Return (position, start, end) of adjacent times joined by a word, a dash or (if `_alone`) a comma."""
+    """Return (position, start, end) of adjacent times joined by a word or dash, or by a comma if `_alone`."""
     pairs: list[tuple[int, float | None, float | None]] = []
     i = 0
     while i + 1 < len(times):

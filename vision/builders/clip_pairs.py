@@ -44,7 +44,7 @@ from mmrl.vision.preference.select import (
 )
 
 DESCRIBE = ("Describe this image in detail.",)
-# Default engines. They give one answer with hallucination ratio 0 (plain decoding) and one with 0.6.
+# Default engines: one answer with hallucination ratio 0 (plain decoding), one with 0.6 (contrastive).
 DIAL = (
     {"name": "vision.generate", "max_completion_length": 256, "batch_size": 32},
     {
@@ -59,12 +59,13 @@ DIAL = (
 @builder
 @dataclass(kw_only=True)
 class ClipPairs:
-    """Build preference pairs from two descriptions per image with different hallucination ratios.
+    """Build preference pairs from two descriptions per image, of which one should hallucinate more.
 
-    A reward ranks the two descriptions. The method is arXiv 2411.17760; ratios and thresholds are our
-    reading. Let d be the score of the answer with the lower ratio minus the score of the other. A pair is
-    kept for d >= `tau_keep`, reversed for d <= -`tau_flip`, and dropped otherwise. Pairs with d = 0, empty
-    and identical answers, answers without a finite score, and repeats of an image and prompt are dropped.
+    The hallucination ratio, a weight of contrastive decoding, differs between the two; a reward ranks them
+    (arXiv 2411.17760; ratios and thresholds are our reading). Let d be the score of the answer with the
+    lower ratio minus the score of the other. A pair is kept for d >= `tau_keep`, reversed for d <=
+    -`tau_flip`, and dropped otherwise. Pairs with d = 0, empty and identical answers, answers without a
+    finite score, and repeats of an image and prompt are dropped.
 
     A killed build resumes from the shards under `.build` with the same result. A build with other thresholds
     reuses the shards. The processes of a launch divide the shards among them. A second concurrent build into
@@ -190,7 +191,7 @@ class ClipPairs:
         # Thresholds depend on all score gaps, so the shards are read twice, one at a time.
         gaps = [pair.gap for pair in pairs() if not pair.fault]
         selector = PairSelector(self.rule, self.rule.thresholds(gaps), self.stream)
-        # Count the selected pairs. A coin decides only between keeping and reversing, so any value will do.
+        # Count the selected pairs. The coin, here 0, only decides whether to reverse a selected pair.
         count = sum(self.rule.judge(gap, selector.thresholds, 0.0) in SELECTED for gap in gaps)
         if not count:
             reasons = [

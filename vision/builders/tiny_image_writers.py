@@ -65,7 +65,7 @@ class TinyChameleon(TinyImageWriter):
         heads: Number of attention heads of the language model.
         side: Side of an image in pixels.
         codes: Size of the codebook.
-        levels: Resolutions of the VQ autoencoder; a token is a square of 2 ** (levels - 1) pixels.
+        levels: Number of resolutions of the VQ autoencoder; a token is a square of 2 ** (levels - 1) pixels.
         vq_channels: Channels of the VQ autoencoder, a multiple of 32.
         vision_width: Size of a code vector.
         vision_layers: Residual blocks of the VQ autoencoder per resolution.
@@ -120,7 +120,7 @@ class TinyJanus(TinyImageWriter):
         heads: Number of attention heads of the language model and of the vision tower.
         side: Side of an image in pixels.
         codes: Size of the codebook.
-        levels: Resolutions of the VQ autoencoder; a token is a square of 2 ** (levels - 1) pixels.
+        levels: Number of resolutions of the VQ autoencoder; a token is a square of 2 ** (levels - 1) pixels.
         vq_channels: Channels of the VQ autoencoder, a multiple of 32.
         vision_width: Size of a code vector.
         vision_layers: Residual blocks of the VQ autoencoder per resolution, and layers of the vision tower.
@@ -197,7 +197,7 @@ class TinyEmu3(TinyImageWriter):
         layers: Number of layers of the language model.
         heads: Number of attention heads of the language model.
         codes: Size of the codebook.
-        levels: Resolutions of the VQ autoencoder; a token is a square of 2 ** (levels - 1) pixels.
+        levels: Number of resolutions of the VQ autoencoder; a token is a square of 2 ** (levels - 1) pixels.
         vq_channels: Channels of the VQ autoencoder, a multiple of 32.
         vision_width: Size of a code vector.
         vision_layers: Residual blocks of the VQ autoencoder per resolution.

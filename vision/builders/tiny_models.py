@@ -200,7 +200,7 @@ class TinyQwen2_5Vl(TinyModel):
             "patch_size": self.patch,
             "spatial_merge_size": 2,
             "temporal_patch_size": 2,
-            # Window of 4 x 4 tokens, in pixels, for blocks that are not in `fullatt_block_indexes`.
+            # Side in pixels of the windows (4 x 4 tokens) of blocks that are not in `fullatt_block_indexes`.
             "window_size": 8 * self.patch,
             "fullatt_block_indexes": [self.vision_layers - 1],
             "tokens_per_second": 2,
@@ -225,7 +225,7 @@ class TinyQwen2_5Vl(TinyModel):
 class TinyQwen2_5Omni(TinyModel):
     """Build a small thinker of Qwen2.5-Omni (arXiv 2503.20215) with random weights, for texts and sounds.
 
-    It uses the model classes of transformers. A feature of a sound covers 40 ms. An image becomes one token.
+    It uses the model classes of transformers. Each token of a sound covers 40 ms. An image becomes one token.
 
     Args:
         texts: Training texts of the tokenizer.

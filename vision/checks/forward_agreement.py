@@ -84,7 +84,7 @@ def _plain(policy: TokenPolicy, row: Trajectory) -> Tensor:
     family, plain = family_of(policy.model.config), as_transformers(encoder, row.prompt)
     inputs = family.prepare(plain) if plain else encoder.processor_inputs(row.prompt)
     before, device = inputs["input_ids"].shape[1], policy.model.device
-    kind = int(family_of(policy.model.config).prefix_lm)  # type of answer tokens: 1 in a prefix LM, else 0
+    kind = int(family_of(policy.model.config).prefix_lm)  # token type of answers: 1 in a prefix LM, else 0
     types = [(name, kind) for name in TYPES_OF_TOKENS]
     for name, value in (("input_ids", None), ("attention_mask", 1), *types):
         if name in inputs:

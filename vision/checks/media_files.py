@@ -88,7 +88,7 @@ def spans_out_of_range(rows: Rows) -> Iterator[Finding]:
         videos = [ref.path for ref in _media(row) or () if ref.kind == "video" and ref.path]
         measured = next((seconds for path in videos if (seconds := length(path)) is not None), None)
         duration = claimed if measured is None else measured
-        # `read_video` allows the same difference between the header and the frames.
+        # The same tolerance as that of `read_video` for the duration in a file's header.
         if None not in (measured, claimed) and abs(measured - claimed) > max(1.0, 0.05 * claimed):
             yield Finding(f"its video lasts {measured:.2f} s, not {claimed:g} s", place=row.place)
         for start, end in spans:

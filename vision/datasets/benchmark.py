@@ -105,7 +105,7 @@ class _Shown:
     scored: bool
     images: dict[str, Media] = field(default_factory=dict)  # maps the id of a row to its image
     missing: set[str] = field(default_factory=set)  # names of videos without subtitles
-    rotations: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # question -> its rows
+    rotations: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # maps `cluster` to uids
 
     def placed(self, item: Item, text: str, place: str) -> tuple[str, list[Media]]:
         """Return the text of a prompt with placeholders for its media, and the media in the same order."""
@@ -145,7 +145,7 @@ class _Shown:
         return name + self.extension if item.named.get("video") == name else name
 
     def name_missing(self, source: Path, *, circular: bool) -> None:
-        """Warn of videos without subtitles, and with `circular` of rows that hold one rotation a question."""
+        """Warn of videos without subtitles, and with `circular` if each question has only one rotation."""
         if circular and max(map(len, self.rotations.values())) == 1:
             log.warning("'%s' asks every question once; CircularEval needs the rows of all rotations", source)
         if self.missing:

@@ -164,7 +164,7 @@ def _published(answer: Any) -> list[tuple[Any, str, str]]:
     match answer:
         case str(words):
             objects = parse_detections(words)
-            if objects is not None and NOWHERE not in objects:  # four bare numbers are not a list of objects
+            if objects is not None and NOWHERE not in objects:  # four bare numbers are parsed below
                 return [(box, label, name) for box, label in objects]
             try:
                 answer = json.loads(words.replace("<answer>", "").replace("</answer>", ""))

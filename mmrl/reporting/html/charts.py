@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#0f6fbf", "#d9622b", "#2b8a3e", "#8447b8", "#b8860b", "#0b8a8f", "#c2255c", "#5b6b7b")
-BELOW, ZERO, ABOVE = (217, 98, 43), (207, 214, 221), (15, 111, 191)  # RGB ends and middle of `diverging`
-DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)))  # for lines 1 to 8, 9 to 16, 17 to 24
-# Size in points, close to the pixels of a phone screen, so that text stays legible.
+BELOW, ZERO, ABOVE = (217, 98, 43), (207, 214, 221), (15, 111, 191)  # RGB of the scale `diverging`
+DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)))  # dash style of lines 1-8, 9-16, 17-24
+# Size in points; about as wide as a phone screen in pixels, so that text isn't shrunk there.
 WIDTH, HEIGHT = 360, 220
-LEFT, RIGHT, TOP, BOTTOM = 60, 22, 16, 38  # fixed margins: the page's script needs them
+LEFT, RIGHT, TOP, BOTTOM = 60, 22, 16, 38  # margins; `chart` passes them to the page's script
 AXES = (LEFT / WIDTH, BOTTOM / HEIGHT, (WIDTH - LEFT - RIGHT) / WIDTH, (HEIGHT - TOP - BOTTOM) / HEIGHT)
-POINTS = {"line": 240, "area": 40}  # maximum number of points; longer lines are averaged in bins
-BANDS = 8  # largest number of lines whose intervals are shaded
+POINTS = {"line": 240, "area": 40}  # maximum number of points of a line; see `binned`
+BANDS = 8  # a chart with more lines shows no intervals
 SMOOTHED = 40  # lines with at least this many points get a running mean
 STYLE = Path(__file__).with_name("chart.mplstyle")
 
@@ -40,7 +40,7 @@ class Line:
     label: str  # name in the legend
     x: Sequence[float]  # step of every point
     y: Sequence[float]  # NaN leaves a gap
-    place: int = 0  # index of colour and dashes, per run
+    place: int = 0  # index that selects the colour and the dash style, see `style_of`
     band: Sequence[tuple[float, float]] = ()  # interval (low, high) of every point; empty: none
 
     @property
@@ -74,11 +74,11 @@ def chart(lines: Sequence[Line], kind: Literal["line", "area"] = "line", *, unit
     from matplotlib.figure import Figure
 
     lines = [binned(line, kind) for line in lines]
-    with chart_style(salt=repr((unit, lines))):  # so ids differ between charts
+    with chart_style(salt=repr((unit, lines))):  # the salt makes ids unique on a page with several charts
         figure = Figure((WIDTH / 72, HEIGHT / 72), dpi=72)
         axes = figure.add_axes(AXES)
         axes.set_xlabel("step")
-        axes.locator_params(nbins=5, steps=[1, 2, 5, 10])  # no ticks at 2.5
+        axes.locator_params(nbins=5, steps=[1, 2, 5, 10])  # leaves out matplotlib's 2.5
         axes.locator_params(axis="x", integer=True)
         axes.margins(x=0, y=0.04)
         (draw_lines if kind == "line" else draw_areas)(axes, lines)
@@ -95,7 +95,7 @@ def chart(lines: Sequence[Line], kind: Literal["line", "area"] = "line", *, unit
 
 
 def draw_lines(axes: Axes, lines: Sequence[Line]) -> None:
-    """Draw lines; shade the intervals if there are few lines, and smooth lines with many points."""
+    """Draw lines: with shaded intervals if there are few lines, and smoothed if they have many points."""
     for line in lines:
         colour, dash = style_of(line.place)
         if line.band and len(lines) <= BANDS:
@@ -143,7 +143,7 @@ def svg_of(figure: Figure) -> str:
 
 
 def binned(line: Line, kind: str) -> Line:
-    """Downsample a long line: average in bins, with the last step of the bin as x."""
+    """Downsample a line with more points than this kind of chart shows: mean y and last x of each bin."""
     most, size = POINTS[kind], len(line.x)
     if size <= most:
         return line
@@ -175,7 +175,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def dotted(values: Sequence[float]) -> list[int]:
-    """Return the indices of points to draw as dots: all of a short line, else points between gaps."""
+    """Return the indices of the points to mark with dots: all (short line), or those between two gaps."""
     padded = [math.nan, *values, math.nan]
     alone = (not math.isfinite(padded[i]) and not math.isfinite(padded[i + 2]) for i in range(len(values)))
     return [i for i, lonely in enumerate(alone) if lonely or len(values) < 12]

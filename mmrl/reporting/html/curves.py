@@ -26,7 +26,7 @@ class Panel:
     title: str
     unit: str
     patterns: str
-    but: str = "*/low */high"  # no bounds of intervals
+    but: str = "*/low */high"  # exclude interval bounds
 
     def label(self, name: str) -> str:
         """Return a metric's legend: its name, or if there is one pattern, the part that `*` matches."""
@@ -118,7 +118,7 @@ def metrics_by_panel(runs: Runs) -> dict[Panel, list[str]]:
         return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns.split())}
 
     inside = {panel: matching(panel.patterns) - matching(panel.but) for panel in (*PANELS, OTHERS)}
-    inside[OTHERS] -= matching(" ".join(panel.patterns for panel in PANELS))  # `but` included
+    inside[OTHERS] -= matching(" ".join(panel.patterns for panel in PANELS))  # including those in `but`
     return {panel: sorted(members) for panel, members in inside.items()}
 
 
@@ -138,7 +138,7 @@ def constants(runs: Runs, names: Sequence[str]) -> dict[str, float]:
 
 
 def line_of(label: str, records: Records, name: str, place: int = 0) -> Line:
-    """Return a metric as a line over steps, with intervals if all points have one; NaN leaves a gap."""
+    """Return a metric as a line over steps, with an interval band if every finite value has bounds."""
     measured = [record for record in records if name in record]
     low, high = f"{name}/low", f"{name}/high"
     complete = all(is_finite(record, low, high) for record in measured if is_finite(record, name))

@@ -78,7 +78,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, kind: str = ""
 def metric_table(columns: Mapping[str, Any], heads: Sequence[str] = ()) -> Markup:
     """Render a table with a column per evaluation (or run, or group) and a row per metric.
 
-    Columns have `metrics` and `intervals`; `heads` replace the titles.
+    Columns have `metrics` and `intervals`. Their titles are the keys of `columns`, or `heads` if given.
     """
 
     def cell(column: Any, name: str) -> str:

@@ -147,7 +147,7 @@ def comparison(runs: Sequence[RunFolder], *, stages: bool = False, group: Sequen
 
 
 def paired(columns: Mapping[str, Column]) -> Markup:
-    """Render paired differences (same prompts) between the first run or group and the others."""
+    """Render the differences in evaluation metrics of the other runs or groups from the first, by prompt."""
     if len(columns) < 2:
         return Markup()
     rows, notes = paired_rows(columns)

@@ -64,8 +64,8 @@ def compared_page(
     """Render the page that shows the answers of two evaluations side by side, and why they differ.
 
     Args:
-        joined: The joined evaluations by title, such as "both with the rewards of runs/b"; the answers of the
-            first are shown.
+        joined: The two evaluations joined by prompt, once per set of rewards ("": their own; "both with the
+            rewards of runs/b"). The page shows the answers of the first entry.
         changes: Changes of the measures of every joined pair.
         names: Names of the two evaluations.
         explanation: Effects of the settings that differ.
@@ -125,7 +125,7 @@ def rows_section(
     Args:
         rows: Rows of the page, each with one or two sides. A side has one evaluation's answers to a prompt.
         measures: Columns by which rows can be sorted on the page.
-        shows: Options of the filter, such as only prompts that changed.
+        shows: Choices of the filter that hides rows, such as "only prompts that changed".
         names: Names of the two sides; empty if there is one.
     """
     images: dict[bytes, int] = {}

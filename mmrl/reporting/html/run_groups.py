@@ -74,7 +74,7 @@ class RunGroup:
 
     @cached_property
     def intervals(self) -> dict[str, tuple[float, float]]:
-        """Lowest and highest value of every metric of the last evaluation."""
+        """Lowest and highest value over the runs of every metric of the last evaluation."""
         values = {name: finite(values) for name, values in self._measured.items()}
         return {name: (min(some), max(some)) for name, some in values.items() if len(some) > 1}
 
@@ -84,7 +84,7 @@ class RunGroup:
         return {name: [run.metrics[name] for run in self.runs if name in run.metrics] for name in names}
 
     def ends(self, name: str) -> tuple[float, float]:
-        """Return the means over runs of a metric's first and last values; NaN without any."""
+        """Average a metric's `RunFolder.ends` (start, end of training) over the runs; NaN without values."""
         first, last = zip(*(run.ends(name) for run in self.runs), strict=True)
         return mean(first), mean(last)
 
