@@ -25,7 +25,7 @@ class ImageWriter:
         if rules is None:
             raise ConfigError(f"a model of type '{encoder.core.config.model_type}' writes no images")
         self.rules, self.encoder, self.core = rules, encoder, encoder.core
-        self.ids = rules.tokens(self.core.config)  # (C,)
+        self.ids = rules.tokens(self.core.config)  # (C,) ids of the image tokens
         self.begin = self.layout(1, 1)[0]  # id of the begin-of-image token
         control = encoder.special_tokens() & set(self.layout(1, 1)) - {self.begin, encoder.end[0]}
         encoder.placeholders = sorted({*encoder.placeholders, *self.ids.tolist(), *control})
