@@ -37,7 +37,7 @@ def conversations(
     bad_rows: Literal["error", "drop"] = "error",
     limit: NonNegativeInt = 0,
 ) -> Sequence[Prompt]:
-    """Read prompts with media in TRL's row format from jsonl, JSON, parquet or a folder saved by `datasets`.
+    """Read prompts with media in TRL's row format from jsonl, JSON, parquet or a saved `datasets` folder.
 
     A row has a `prompt` (a text or messages), a `question`, or `messages`, and optionally a `system` prompt.
     A recorded answer is in `completion`, or is the last turn of `messages`. A row with only an `environment`
@@ -103,7 +103,7 @@ def _with_sound(fields: Mapping[str, Any], default: bool) -> bool:
 
 
 def _question_and_answer(fields: Mapping[str, Any]) -> tuple[Any, tuple[Outcome, ...]]:
-    """Return the prompt of a row and its recorded answers (one or none)."""
+    """Return a row's prompt (empty with only an `environment`) and its recorded answers (one or none)."""
     question, answer = asked_of(fields), fields.get("completion")
     if question is None and fields.get("environment"):
         return "", ()

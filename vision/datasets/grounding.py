@@ -54,7 +54,7 @@ def grounding(
     unlabelled: bool = False,
     limit: NonNegativeInt = 0,
 ) -> Sequence[Prompt]:
-    """Read queries about videos from the annotation file of a published data set, such as Charades-STA.
+    """Read queries about videos from an annotation file in a published format or our own (`jsonl`).
 
     Args:
         path: The annotation file.

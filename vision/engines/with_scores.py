@@ -20,7 +20,8 @@ class WithScores:
     """Record the scores of the policy, a `vision.reward_model`, for the answers of the wrapped engine.
 
     The reward `precomputed` reads a score by its key: `score`, or `score/NAME` for a model's label NAME.
-    To evaluate a reward model, let `evaluation.engine` wrap `offline` in it; read `pairwise_accuracy`.
+    To evaluate a reward model, set `evaluation.engine: [offline, vision.with_scores]`, with the metric
+    `pairwise_accuracy`.
 
     Args:
         engine: The wrapped engine.

@@ -37,7 +37,7 @@ class JointHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight of the text head, for callers that need a head's dtype and width."""
+        """The weight of the text head, which stands for both where a head's dtype and sizes are read."""
         return self.texts.weight
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class Conversation:
     read: EncodedPrompt  # encoded prompt of the next turn
     images: list[Media]  # images that tools may refer to, by index
     tools: Mapping[str, Tool]
-    turns: list[tuple[EncodedPrompt, Tensor]] = field(default_factory=list)  # (sampled prompt, ids (t,))
+    turns: list[tuple[EncodedPrompt, Tensor]] = field(default_factory=list)  # (prompt when sampled, ids (t,))
     notes: list[Mapping[str, Tensor]] = field(default_factory=list)  # token values by name, (t,) per turn
     outcomes: list[Outcome] = field(default_factory=list)  # outcome of every turn
     messages: list[Message] = field(default_factory=list)  # turns of the model and replies to them
