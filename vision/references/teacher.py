@@ -41,7 +41,7 @@ class FrozenTeacher:
         span_temperature: Divides log-probabilities of spans.
     """
 
-    decay = 1.0  # fraction of the old weights that an update keeps
+    decay = 1.0  # fraction of the old weights that an update keeps; 1: all, the weights are fixed
     holds = "a model"  # what the reference adds to memory, for memory estimates
     head: OutputHead | None = None
 

@@ -308,7 +308,7 @@ class ServedEngine:
             kind, (answers, source) = media_of(group.encoded), group.answers.result()
             if (kind, source) not in seen and _have_logp(answers):
                 seen.add((kind, source))
-                if self.top_p < 1 or self.top_k or self.min_p:  # truncated sampling: ask for other answers
+                if self.top_p < 1 or self.top_k or self.min_p:  # ask for untruncated answers
                     answers, source = self.asking.ask(group.prompt.uid, self.undistorted(group)).result()
                 if _have_logp(answers):
                     rows = tuple(self._row(group, answer) for answer in answers)
