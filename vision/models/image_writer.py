@@ -106,7 +106,7 @@ class ImageWriter:
         return ids, places
 
     def recorded(self, outcome: Outcome) -> tuple[Tensor, Tensor]:
-        """Encode a recorded text (if any) and image to tokens (T,), with a mask of those that models sample."""
+        """Encode a recorded text (if any) and image to tokens (T,), with a mask of sampled tokens."""
         assert outcome.image is not None
         ids, chosen = self.encode(outcome.image)
         if not outcome.text:
