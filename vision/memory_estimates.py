@@ -42,11 +42,11 @@ T = TypeVar("T")
 def tokens(config: Config, policy: TokenPolicy, prompts: Sequence[Prompt]) -> Mapping[str, float]:
     """Estimate the bytes for generation, for the step table, and for one micro-batch of training.
 
-    Generation is included if `vision.generate` or `vision.generate_images` samples in this process. It has an
-    unquantised cache; images add the rows of guidance and the VQ decoder. Activations and logits are measured
-    on a few short rows and extrapolated. They grow linearly with the token count, because fused attention
-    kernels store no scores; only the mask of packed rows grows quadratically. All answers get the maximal
-    length, and all prompts the length of the longest prompt in `prompts`.
+    Generation is included if `vision.generate` or `vision.generate_images` samples in this process. An
+    unquantised cache is assumed; images add the rows of guidance and the VQ decoder. Activations and logits
+    are measured on a few short rows and extrapolated. They grow linearly with the token count, because fused
+    attention kernels store no scores; only the mask of packed rows grows quadratically. All answers get the
+    maximal length, and all prompts the length of the longest prompt in `prompts`.
     """
     engine, module = config.rollout.engine[0], getattr(policy, "module", None)
     if not prompts or not isinstance(module, step_model.StepModel):  # not a token policy
@@ -76,12 +76,12 @@ def tokens(config: Config, policy: TokenPolicy, prompts: Sequence[Prompt]) -> Ma
 
 @dataclass(frozen=True)
 class _Asked:
-    """The input and output of the largest row: the longest prompt, the longest answer, and its image."""
+    """Sizes of a worst-case row: the longest prompt combined with the longest answer and largest image."""
 
     prompt: EncodedPrompt
     longest: int  # number of tokens of the answer
     layout: Tensor  # (L,) tokens of the image, with `IMAGE` for image tokens; empty for a text
-    negative: EncodedPrompt | None  # the prompt that guides images
+    negative: EncodedPrompt | None  # negative prompt; None without guidance
 
     @staticmethod
     def of(policy: Any, prompt: EncodedPrompt, longest: int, layout: Tensor) -> _Asked:
@@ -155,7 +155,7 @@ def _generation(policy: Any, asked: _Asked, rows: int, prompts: int) -> dict[str
     if drawn and asked.text:
         prompts = rows  # every image has its own text in its input
     first, *second = (len(encoded.ids) for encoded in inputs)
-    # Numbers of tokens in the cache: `before`, the inputs, and `after`, room for the generated tokens.
+    # Tokens in the cache: `before` of the inputs, and `after` for the generated tokens.
     before = (prompts if policy.share_prefix else rows) * first
     before += (1 if policy.share_prefix else rows) * sum(second)
     after = len(inputs) * rows * room_of(drawn - 1 if drawn else asked.longest)

@@ -37,14 +37,14 @@ def conversations(
     bad_rows: Literal["error", "drop"] = "error",
     limit: NonNegativeInt = 0,
 ) -> Sequence[Prompt]:
-    """Read prompts with media in TRL's row format from jsonl, JSON, parquet or a folder of `datasets`.
+    """Read prompts with media in TRL's row format from jsonl, JSON, parquet or a saved `datasets` folder.
 
     A row has a `prompt` (a text or messages), a `question`, or `messages`, and optionally a `system` prompt.
     A recorded answer is in `completion`, or is the last turn of `messages`. A row with only an `environment`
     has an empty prompt, which the environment fills (`vision.with_environments`). Media in `image`, `images`,
-    `video`, `videos`, `audio`, `audios` fill the placeholders in the messages; without any they start
-    the first user message. The target is the first of `solution`, `answer` and `target`. Rewards get all
-    other columns by name. A row is invalid if a column with a known meaning would be ignored.
+    `video`, `videos`, `audio`, `audios` fill the placeholders in the messages; if there are no placeholders,
+    they start the first user message. The target is the first of `solution`, `answer` and `target` with a
+    value. Rewards get all other columns by name. A row with a known column that would be ignored is invalid.
 
     Args:
         path: The file or folder of rows.
@@ -76,7 +76,7 @@ def conversations(
             messages = (Message("user", tuple(Part(media=medium) for medium in shown) or (Part(),)),)
         else:
             messages = read_messages(question, shown, media.reader(row.place, chosen))
-        # Omit encoded media: the prompt already has them.
+        # Columns for rewards; omit media and answers, which the prompt already holds in decoded form.
         left_out = (*media_columns(), "messages", "completion", "system", SOUND)
         kept = {key: value for key, value in {**row.others, **fields}.items() if key not in left_out}
         kept["prompt"] = question if type(question) is str and question else _as_rewards_see(messages)
@@ -87,7 +87,7 @@ def conversations(
 
 
 def _after_system(system_prompt: str, question: Any) -> list[Any]:
-    """Prepend the system message to the turns of a prompt, unless they begin with one."""
+    """Prepend `system_prompt` to the turns of a prompt, unless they begin with a system message."""
     turns = as_turns(question, "prompt")
     if turns and mapping(turns[0], "prompt[0]").get("role") == "system":
         return turns
@@ -103,7 +103,7 @@ def _with_sound(fields: Mapping[str, Any], default: bool) -> bool:
 
 
 def _question_and_answer(fields: Mapping[str, Any]) -> tuple[Any, tuple[Outcome, ...]]:
-    """Return the prompt of a row and its recorded answer; an `environment` alone gives an empty prompt."""
+    """Return a row's prompt (empty with only an `environment`) and its recorded answers (one or none)."""
     question, answer = asked_of(fields), fields.get("completion")
     if question is None and fields.get("environment"):
         return "", ()
@@ -126,7 +126,7 @@ def _question_and_answer(fields: Mapping[str, Any]) -> tuple[Any, tuple[Outcome,
 
 
 def _target(fields: Mapping[str, Any]) -> Any:
-    """Return the first target of a row; numbers become strings and lists become tuples."""
+    """Return the first target of a row; numbers become strings, booleans yes or no, and lists tuples."""
     value = next((fields[name] for name in TARGETS if fields.get(name) is not None), None)
     match value:
         case bool():

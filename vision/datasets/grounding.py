@@ -54,7 +54,7 @@ def grounding(
     unlabelled: bool = False,
     limit: NonNegativeInt = 0,
 ) -> Sequence[Prompt]:
-    """Read queries about videos from an annotation file in its published format.
+    """Read queries about videos from an annotation file in a published format or our own (`jsonl`).
 
     Args:
         path: The annotation file.
@@ -68,9 +68,10 @@ def grounding(
         max_pixels: Maximum number of pixels per frame; 0: no limit.
         total_pixels: Maximum number of pixels of all frames of a video; 0: no limit.
         prompt: Template of the prompt, with `{query}`.
-        reasoning: Fraction of the prompts that ask the model to think first, chosen by seed and row id.
+        reasoning: Probability that a prompt asks the model to think first; drawn from the seed and row id.
         reasoning_prompt: Template of the prompts that ask the model to think first.
-        demo_think: Thought in demonstrations. `none`: no demonstration; `provided`: the column `reasoning`.
+        demo_think: Thought in demonstrations of prompts that ask the model to think first. `none`: these have
+            no demonstration. `empty`: an empty thought. `provided`: the column `reasoning`.
         decimals: Number of decimals of the seconds in demonstrations.
         normalize_text: Whether to lower-case queries and to remove a final full stop, as in Time-R1.
         trim_spans: Whether to clip spans to the duration of their video; official evaluators do not.
@@ -97,9 +98,8 @@ def prompt_of(
 ) -> Prompt:
     """Create the prompt of a row, with its first span as a demonstration.
 
-    `thought` is the option `demo_think` if the prompt asks the model to think first, else False. `empty`: an
-    empty thought. `provided`: the thought in the row's column `reasoning`. `none`: such a prompt has no
-    demonstration, because it would teach the model not to think.
+    `thought` is the option `demo_think` if the prompt asks the model to think first, else False. With `none`,
+    there is no demonstration, because one without a thought would teach the model not to think.
     """
     form, demos = "think,answer" if thought else "answer", []
     for start, end in row.spans[:1] if thought != "none" else ():

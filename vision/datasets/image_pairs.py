@@ -34,7 +34,7 @@ def image_pairs(
     Args:
         path: The file or folder of rows.
         root: Folder of the images; by default the folder of the rows.
-        question: The text of the prompt; games replace it.
+        question: The text of the prompt; the games in `vision/games/` replace it.
         bad_rows: Treatment of rows that cannot be used. `error`: raise an error. `drop`: skip and log them.
         limit: Maximum number of rows to read; 0: all rows.
     """

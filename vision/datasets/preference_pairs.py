@@ -54,15 +54,15 @@ def preference_pairs(
     prompt is a text or messages. `chosen` and `rejected` are one answer each, or two conversations with the
     prompt as their common beginning; then all turns of the assistant after this beginning are trained on,
     and messages of tools and of the user are not. `tools` are listed in the prompt.
-    A list of rejected answers gives one pair for each; the second has the id `id/2`. Then `score_rejected`
-    may be a list of the same length.
+    A list of rejected answers gives one pair for each of them; the second pair of the row `id` has the id
+    `id/2`. `score_rejected` may then be a list of the same length.
 
     Media in `image`, `images`, `video`, `videos`, `audio` and `audios` are paths or encoded media. They
     fill the placeholders in the messages, or begin the first user message. `rejected_images` (and
     `_videos`, `_audios`) replace them for the rejected answer; message parts may also contain their media.
 
     The prompt stores the chosen answer first and the rejected one second. Both record `preferred` (1 or 0)
-    and `score`, which is `score_chosen` or `score_rejected` of a row that has both, or else `preferred`.
+    and `score`: the columns `score_chosen` and `score_rejected` if the row has both, otherwise `preferred`.
 
     Args:
         path: A file of jsonl, JSON or parquet, or a folder of such files.
@@ -70,7 +70,7 @@ def preference_pairs(
         frames_per_second: Sampling rate of video frames.
         max_frames: Maximum number of frames per video.
         total_pixels: Maximum number of pixels of all frames of a video; 0: no limit.
-        min_gap: Smallest difference of the two scores; other pairs are skipped.
+        min_gap: Pairs whose scores differ by less than this are skipped.
         bad_rows: Treatment of rows that cannot be used. `error`: raise an error. `drop`: skip and log them.
         limit: Maximum number of pairs to read; 0: all pairs.
     """
@@ -121,7 +121,7 @@ def _pair(row: DataRow, media: RowMedia, position: int) -> Prompt:
 
 @dataclass(frozen=True)
 class _RejectedFile:
-    """View of a data file in which every row keeps only one of its rejected answers."""
+    """View of a data file in which every row keeps only rejected answer number `place` of its list."""
 
     file: RowFile
     place: int

@@ -26,11 +26,11 @@ from mmrl.data.video import FrameSampling
 from mmrl.vision.benchmarks.conversions import CONVERSATIONS, conversation_of
 
 SIDES = ("chosen", "rejected")
-EXPORTED = ("conversations", "chosen_answer", "rejected_answer")  # copy of the pair for LLaMA-Factory
+EXPORTED = ("conversations", "chosen_answer", "rejected_answer")  # added by `export.py`, for LLaMA-Factory
 REJECTED = ("rejected_response", "rejected_messages")  # columns of ms-swift
 OURS = (*ASKED, "messages")
 TRUTHS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
-# Maps a toolkit to its columns of question and answer that OURS does not contain.
+# Maps a toolkit to those of its question and answer columns that are not in OURS.
 THEIRS = {
     "llama_factory": ("conversations", "instruction", "input", "output", "history"),
     "ms_swift": ("query", "response", "history", *REJECTED),
@@ -286,7 +286,7 @@ def _conversation(prompt: list[Any], side: Any, name: str) -> list[Any] | None:
         return None
     if side[0].get("role") in ("assistant", "tool"):
         return [*prompt, *side]
-    # Ignore a system message that only one of the two has.
+    # Ignore a system message that only one of `prompt` and `side` has.
     first, other = (bool(turns) and turns[0].get("role") == "system" for turns in (prompt, side))
     begins, talk = prompt[first and not other :], side[other and not first and bool(prompt) :]
     if not same_words(begins, talk[: len(begins)]):

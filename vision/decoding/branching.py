@@ -91,9 +91,10 @@ def right_answer(prompt: Prompt, engine: str) -> str:
 
 
 def target_scores(logp: Tensor) -> dict[str, float]:
-    """Return the geometric and the arithmetic mean of token probabilities, given log-probabilities (n,).
+    """Return two means over the token probabilities of an answer, given its log-probabilities (n,).
 
-    IGPO (arXiv 2510.14967) reads `answer_likelihood`, SPAE (arXiv 2601.03823) `answer_probability`.
+    `answer_likelihood` is the geometric mean, which IGPO reads (arXiv 2510.14967); `answer_probability` is
+    the arithmetic mean, which SPAE reads (arXiv 2601.03823).
     """
     logp = logp.double()
     return {"answer_likelihood": float(logp.mean().exp()), "answer_probability": float(logp.exp().mean())}
@@ -131,7 +132,7 @@ def grow_with(
 
 
 def families(branches: Sequence[Branch], size: int) -> Iterator[list[int]]:
-    """Yield batches of up to `size` branch indices (0: no limit), each root with all its descendants."""
+    """Yield batches of up to `size` branch indices (0: no limit), or of one root with more descendants."""
     root: list[int] = []
     for i, branch in enumerate(branches):
         root.append(i if branch.parent is None else root[branch.parent])
@@ -227,10 +228,10 @@ class Forest:
         return ~self.ended[self.batch] & (self.limit[self.batch] > self.length[self.batch])
 
     def part(self, t: int, logits: Tensor) -> Tensor:
-        """Add the branches that begin after `t` tokens; return the next logits (b, V) of all b rows.
+        """Add the branches that begin after `t` tokens; they get the `logits` of their parents.
 
         Finished rows stay until they are 1 / COMPACT of the batch, because removing them copies the cache.
-        Returns logits without rows when all branches are finished.
+        Returns the logits (b, V) of the new batch; without rows when all branches are finished.
         """
         stay = self.alive.nonzero()[:, 0]
         place = {row: i for i, row in enumerate(self.batch.tolist())} if self.joining[t] else {}

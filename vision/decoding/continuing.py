@@ -39,7 +39,7 @@ class ContinuingEngine(Protocol):
         ...
 
     def answer(self, rows: Sequence[GenerationRequest]) -> Rollouts:
-        """Sample an answer to every request, in order; the request's `uniform` limits the token count."""
+        """Sample an answer to every request, in order, of at most one token per number in `uniform`."""
         ...
 
     def grow(

@@ -39,7 +39,7 @@ def draw_tokens(
         Tokens (n,), their log-probabilities (n,) under the truncated distribution, and entropies (n,) of the
         distribution before truncation.
     """
-    logp = (logits / (temperature or 1.0)).log_softmax(-1)  # if greedy: at temperature 1
+    logp = (logits / (temperature or 1.0)).log_softmax(-1)  # 0 (greedy) counts as 1 here
     probability = logp.exp()
     entropy = -(probability * logp.clamp(min=-1e4)).sum(-1)  # a forbidden token adds 0, not NaN
     if temperature == 0:
@@ -163,7 +163,7 @@ class CachedReader:
         prefix = prefill(policy.core, distinct, make_cache, share_prefix=policy.share_prefix)
         self.prefix = prefix.select(which.to(prefix.last.device))
         self.head = OutputHead(policy.model)
-        placeholders = policy.prompt_encoder.placeholders  # may be empty, hence the dtype
+        placeholders = policy.prompt_encoder.placeholders  # int64 even if empty
         self.forbidden = torch.tensor(placeholders, dtype=torch.int64, device=prefix.last.device)
 
     def read(self, token: Tensor | None) -> Tensor:

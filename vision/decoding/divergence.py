@@ -30,7 +30,7 @@ class Teaching(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Taught:
-    """Outputs of all teachers, as columns (N, T, ...) of N rows, or (M, ...) of M steps.
+    """Outputs of one or several teachers, as columns (N, T, ...) of N rows, or (M, ...) of M steps.
 
     "teacher" is the index of each step's teacher in `teachers`, and "logp" its log-probability. Other columns
     depend on what is compared. Whole vocabulary: "hidden", the states before `head`. Likely tokens:
@@ -42,7 +42,7 @@ class Taught:
 
     @staticmethod
     def of(others: Mapping[str, StepOutput], teachers: Sequence[Teaching]) -> Taught:
-        """Find the teacher among the outputs of references; raise ValueError unless there is exactly one."""
+        """Find the reference that provides teacher outputs; raise ValueError unless there is exactly one."""
         outputs = {name: other for name, other in others.items() if "teacher" in other.extra}
         if len(outputs) != 1:
             raise ValueError(
@@ -73,7 +73,7 @@ class Taught:
                 continue
             mine = {name: column[rows] for name, column in self.columns.items()}
             if teacher.head is not None:
-                states = mine["hidden"][:, : teacher.head.weight.shape[1]]  # drop the states' padding
+                states = mine["hidden"][:, : teacher.head.weight.shape[1]]  # unpad: widths of teachers differ
                 value = over_vocabulary(teacher, logits[rows], read(teacher.head, states, rows))
             else:
                 value = over_support(teacher, logits[rows], ids[rows], forbidden, mine)
@@ -134,10 +134,10 @@ def over_vocabulary(teacher: Teaching, logits: Tensor, other: Tensor) -> Tensor:
 def over_support(
     teacher: Teaching, logits: Tensor, ids: Tensor, forbidden: Sequence[int], columns: Mapping[str, Tensor]
 ) -> Tensor:
-    """Compute the divergence (m,) on the teacher's likely tokens, and if beta > 0 on the sampled token.
+    """Compute the divergence (m,) on the teacher's likely tokens and, if beta > 0, the sampled token.
 
-    For the forward KL, the result equals the divergence of TRL's server trainer; so it does for any beta if
-    there is one likely token. Tokens that the policy cannot sample (`forbidden`) belong to the tail.
+    The result equals that of TRL's ServerDistillationTrainer for beta 0, and for any beta if one likely token
+    is compared. Tokens that the policy cannot sample (`forbidden`) count as other tokens.
     """
     support, log_q = columns["top_k_ids"].long(), columns["top_k_logp"].to(logits.dtype)
     inside = (support >= 0) & ~torch.isin(support, support.new_tensor(forbidden))

@@ -58,7 +58,7 @@ class ImageTokens:
         return torch.where(torch.isin(ids, self.ids.to(ids.device)), self.scale, 1.0)
 
     def masked(self, logits: Tensor, ids: Tensor, forbidden: list[int]) -> Tensor:
-        """Mask logits (M, V) outside of the softmax support of each token in `ids` (M,)."""
+        """Mask logits (M, V): for each token in `ids` (M,), those that its softmax leaves out."""
         own = self.ids.to(ids.device)
         blocked = torch.zeros(2, logits.shape[-1], dtype=torch.bool, device=ids.device)
         blocked[0, torch.tensor(forbidden, dtype=torch.int64, device=ids.device)] = True

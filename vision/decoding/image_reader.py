@@ -14,11 +14,11 @@ from mmrl.vision.models.image_writer import IMAGE
 
 
 class ImageReader:
-    """Computes the logits of image tokens with guidance, and forces the control tokens between them.
+    """Computes image-token logits with guidance, and forces control tokens, such as the end of an image row.
 
     Args:
-        reader: Reader of the prompts, texts and begin-of-image tokens of n rows.
-        second: Reader of the negative prompt and begin-of-image; None: no guidance.
+        reader: Reader of n rows that end with begin-of-image: prompt, then optionally a text.
+        second: Reader of the unconditional rows: negative prompt and begin-of-image; None: no guidance.
         scale: Guidance scale.
         ids: Ids (C,) of the image tokens.
         layouts: For each row, the tokens (L,) after begin-of-image: `IMAGE` where an image token is sampled,

@@ -96,8 +96,8 @@ def effective_ranks(states: Tensor, stride: int) -> Tensor:
     """Compute the effective rank of the first t states, for t from 1 to T, from states (T, W).
 
     Returns (T,) float64: exp(-sum p log p), where p are the singular values of the centred states divided by
-    their sum (arXiv 2509.23808); 0 for one state. Each value needs the eigenvalues of a Gram matrix. So only
-    every `stride`-th entry is computed, and the last one unless its predecessor is. Other entries are NaN.
+    their sum (arXiv 2509.23808); 0 for one state. A value is costly (eigenvalues of a Gram matrix), so only
+    every `stride`-th one is computed, and the last one unless the one before it was. Other entries are NaN.
     """
     ranks = torch.full((len(states),), torch.nan, dtype=torch.float64, device=states.device)
     ends = list(range(stride, len(states) + 1, stride))

@@ -125,8 +125,9 @@ def _masks_of_parts(
 ) -> dict[str, Any]:
     """Create the model arguments with which the tokens of a part attend to tokens of the same part only.
 
-    The mask of a layer type is the flattened masks of all parts: (1, 1, 1, sum of squared `sizes`). Bool
-    masks are empty (1, 1, 1, 0) if `causal` and no part exceeds the window: each is then plainly causal.
+    A part is a prompt with its answers. The mask of a layer type is the flattened masks of all parts, shape
+    (1, 1, 1, sum of squared `sizes`). A bool mask is empty, (1, 1, 1, 0), if plain causal attention within
+    each part is right: `causal` says that no part branches, and no part exceeds the layer's window.
     """
     masks = {}
     for name, window in windows.items():

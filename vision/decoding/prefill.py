@@ -40,10 +40,10 @@ class Prefix:
     last: Tensor  # (P,) id of the last token
     last_position: Tensor  # (A, P) position of the last token
     next_position: Tensor  # (A, P) position of the first token of an answer
-    reading: Callable[[Any], AbstractContextManager]  # maps a config to the context of forward passes
+    reading: Callable[[Any], AbstractContextManager]  # (config) -> context in which the model runs
     length: int = 0  # tokens read since the prefill
     state: Tensor | None = None  # (P, width) hidden state of the last token if it is cached
-    _angles: list[Angles] = field(default_factory=list, init=False)  # of the steps from `_since` on
+    _angles: list[Angles] = field(default_factory=list, init=False)  # rotary angles of steps from `_since` on
     _since: int = field(default=0, init=False)
 
     @property

@@ -67,7 +67,8 @@ class Node:
 class PrefixTree:
     """A batch of rows as a prefix tree of tokens; in `nodes`, a parent comes before its children.
 
-    `paths[i]` lists the node indices of row i from the root. The last node may be longer than the row.
+    `paths[i]` lists the node indices of row i from the root. The last node may be longer than the row, if the
+    row is a prefix of another row.
     """
 
     lines: tuple[Line, ...]

@@ -37,7 +37,7 @@ class RoleSteps(TokenSteps):
 
 
 def check_roles(names: Sequence[str], *, new: bool) -> None:
-    """Raise ConfigError if two roles have the same name, or get no new adapters (`new` is false)."""
+    """Raise ConfigError for equal names, or if the policy's options do not create new adapters (`new`)."""
     if not new or len(set(names)) < len(names):
         raise ConfigError(
             "`roles` of vision.tokens are different names, each of which gets a new adapter, not "

@@ -57,7 +57,7 @@ def single_steps(core: nn.Module, packed: Mapping[int, Packed]) -> Iterator[None
 
 
 def step_of(core: nn.Module) -> SingleStep | None:
-    """Return a model's `SingleStep`; None outside `single_steps`, with gradients, or if autocast changed."""
+    """Return a model's `SingleStep`; None outside `single_steps`, with gradients, or in another autocast."""
     step = _STEP.get()
     if step is None or step.core is not core or torch.is_grad_enabled():
         return None
@@ -178,7 +178,7 @@ class _Layer:
 
 
 class _Norm:
-    """RMSNorm x / sqrt(mean(x^2) + eps) * weight for x (N, w), or (N, H, 1, w) with a weight per head."""
+    """RMSNorm x / sqrt(mean(x^2) + eps) * weight for x (N, w), or (N, H, 1, w) with H weights."""
 
     def __init__(self, weights: Sequence[Tensor], eps: float) -> None:
         weight = torch.stack([weight.detach() for weight in weights])

@@ -46,8 +46,8 @@ class StepModel(nn.Module):
         compute: dtype of the computation; autocast is used for low precision.
         checkpointed: Whether layers are recomputed in the backward pass.
         share: Whether rows share the keys and values of their prompt.
-        blank: Maps kinds of media to dummy inputs for batches without such media, if towers are trained: a
-            blank image for the vision tower, or a prompt with silence for the model.
+        blank: Dummy inputs for batches without images or audio, so that trained towers get gradients (of 0):
+            a blank image for the vision tower, a prompt with silence for the model. Keys are kinds of media.
         inner: Options of the outputs other than log-probabilities.
         part: Weights that are trained instead of the model.
         together: Processes that compute the layers of every row together; None: each computes its own rows.
@@ -70,15 +70,15 @@ class StepModel(nn.Module):
     ) -> None:
         super().__init__()
         self.together, self.images = together, images
-        self.read = part.read if part else None  # only the method: `part` is already a submodule
+        self.read = part.read if part else None  # `part` itself would be registered twice
         self.model, self.forbidden, self.compute = model, forbidden, compute
         self.checkpointed, self.share, self.blank, self.inner = checkpointed, share, blank or {}, inner
 
     def forward(self, steps: TokenSteps, extra: Set[str], taught: Taught | None = None) -> dict[str, Tensor]:
         """Compute "logp" and the outputs in `extra` for N answers: (N, longest) each, or (N, longest, ...).
 
-        `inner_outputs.py` lists the outputs; "divergence" needs `taught`. Output heads are called only
-        in here, because data parallelism wraps this module.
+        `inner_outputs.py` lists the outputs; "divergence" needs `taught`. Output heads are called only in
+        this method, because data parallelism (DDP, FSDP) wraps this module and not its parts.
         """
         if self.read is not None:
             return self.read(self.values, steps, extra, taught)
@@ -127,7 +127,7 @@ class StepModel(nn.Module):
         core = self.model.base_model
         if steps.tree and not self.reads_trees:
             steps = replace(steps, tree=None)
-        # Divide rows only in passes with gradients: the number of other passes differs between processes.
+        # Only passes with gradients: processes run different numbers of other passes, and would deadlock.
         if self.together and torch.is_grad_enabled():
             with self.together.active():
                 hidden = read_whole(core, steps)

@@ -11,7 +11,7 @@ from torch import Tensor
 from mmrl.config.loading import ConfigError
 from mmrl.vision.models.processor import PromptEncoder
 
-MARGIN = 4  # extra tokens to decode: at the start of a text, decoders strip spaces and split characters
+MARGIN = 4  # extra tokens to decode before a stop string: the first may lose a space or half a character
 UNREADABLE = "\ufffd"
 
 

@@ -45,7 +45,7 @@ class Translator:
     Args:
         encoder: Prompt encoder of the policy.
         other: Prompt encoder of the other model.
-        align: Whether answers are tokenized again, as text; else both models have the same vocabulary.
+        align: Whether answers are tokenized again for the teacher; otherwise token ids must mean the same.
     """
 
     def __init__(self, encoder: PromptEncoder, other: PromptEncoder, align: bool) -> None:
@@ -54,7 +54,7 @@ class Translator:
     def __call__(self, steps: TokenSteps) -> tuple[TokenSteps, SharedSpans | None]:
         """Convert prompts and, if `align`, answers; return new steps and shared spans (None without `align`).
 
-        Raises ValueError for conversations with replies, which only the policy's template can write.
+        Raises ValueError for conversations with replies of tools or environments.
         """
         if steps.suffixes:
             raise ValueError(
@@ -112,7 +112,7 @@ def token_ends(tokenizer: Any, ids: Sequence[int], text: str) -> list[int | None
     for number in ids:
         piece = stream.step(tokenizer.backend_tokenizer, int(number)) or ""
         alike = bool(piece) and text.startswith(piece, at)
-        at += len(piece) if alike or not piece else len(text) + 1  # after a mismatch, nothing matches
+        at += len(piece) if alike or not piece else len(text) + 1  # so that no later token matches
         ends.append(at if alike else None)
     if ends and max((end for end in ends if end is not None), default=0) < len(text):
         ends[-1] = len(text)
@@ -127,7 +127,7 @@ def shared_spans(ends: Sequence[int | None], others: Sequence[int | None]) -> tu
     common = {end for end in ends if end is not None} & {end for end in others if end is not None}
 
     def numbers(ends: Sequence[int | None]) -> list[int]:
-        closed = [*accumulate((end in common for end in ends), initial=0)]  # spans that end before each token
+        closed = [*accumulate((end in common for end in ends), initial=0)]  # number of earlier spans
         return [number + 1 if number < len(common) else 0 for number in closed[:-1]]
 
     return numbers(ends), numbers(others)

@@ -258,7 +258,7 @@ def shares_prompts(core: nn.Module, steps: TokenSteps, *, packed: bool) -> bool:
     """Return whether a model can run a prompt once for all its rows: `packed`, or else with a KV cache.
 
     Packing needs attention with arbitrary masks, which excludes recurrent layers and FlashAttention. Models
-    whose attention depends on token types cannot be packed, and cannot read images after the prompt.
+    whose mask depends on token types (text or image) support neither packing nor images after the prompt.
     """
     if types_argument(core.config) and (packed or any(suffix.media for suffix in steps.suffixes if suffix)):
         return False
@@ -283,7 +283,7 @@ def prompts_and_answers(steps: TokenSteps) -> PrefixTree:
     for row, number in enumerate(steps.which.tolist()):
         prompt, suffix = steps.prompts[number], steps.suffix(row)
         before = len(prompt.ids) - 1
-        # All media of a prompt belong to the prompt's node, at any position.
+        # The range of the media is the whole prompt or answer, because these nodes are not divided further.
         media = (
             Medium(prompt.media, 0, before),
             Medium(suffix.media, before + 1, before + 1 + len(suffix.ids)),

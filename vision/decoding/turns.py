@@ -33,7 +33,7 @@ class KeptRow:
         shared: Number of leading tokens that belong to a prompt shared by several rows.
         prompt: Index of the shared prompt in the cache.
         ids: Tokens (L,) with stored keys and values: the input, and the tokens generated after it.
-        own: Per layer, keys and values (h, n, D) of the tokens after the shared prompt; n >= L - `shared`.
+        own: Per layer, keys and values (h heads, n tokens, D) after the shared prompt; n >= L - `shared`.
     """
 
     read: EncodedPrompt
@@ -83,17 +83,17 @@ class Turns:
 
     The new tokens of a turn (replies and their images) are read in one pass after the stored keys and values.
     If a turn does not begin with the whole turn before, because older images were removed, the longest common
-    prefix is reused. Rows get copies of their prompt with `share_prefix: false`, and with attention other
-    than sdpa and eager.
+    prefix is reused. Rows share the cache of their prompt, but have copies with `share_prefix: false` and
+    with attention other than sdpa and eager.
 
     If keys and values cannot be reused, every turn reads the conversation from its beginning. The answers are
     the same up to rounding, and the log gets one warning. This happens with
 
-    - a `cache` of lower precision, which can quantise images of replies only as part of a prompt;
+    - a quantised `cache`, which supports images in the prompt only, not in later replies;
     - pruned models, which select visual tokens of whole prompts;
     - layers other than full or sliding-window attention;
-    - a turn that does not begin with the shared prompt. After an image was removed, this cannot be checked
-      for models whose images are one tensor (SmolVLM, LLaVA-OneVision).
+    - a turn that does not begin with the shared prompt, and any turn after an image was removed for models
+      whose images are one tensor (SmolVLM, LLaVA-OneVision), because its beginning cannot be compared.
     """
 
     def __init__(self, policy: TokenPolicy, make_cache: MakeCache | None = None) -> None:
@@ -170,7 +170,7 @@ class TurnReader:
         self._take_over(requests)
 
     def _take_over(self, requests: Sequence[GenerationRequest]) -> None:
-        """Begin the first turn with the cache of `self.reader`."""
+        """Begin the first turn with the prefilled prompts of `self.reader`."""
         cache = self.reader.prefix.cache
         self.prompts = cache.prompts()  # shared prompts, reused by later turns
         shared = [len(request.encoded.ids) - 1 for request in requests]
@@ -300,7 +300,7 @@ class CopiesReader(TurnReader):
 
     def _own_tokens(self, counts: Sequence[int]) -> Layers:
         prefix = self.reader.prefix
-        places = list(zip(prefix.mask.argmax(1).tolist(), counts, strict=True))  # (first token, count)
+        places = list(zip(prefix.mask.argmax(1).tolist(), counts, strict=True))  # (first index, count)
         return [
             [
                 (x.keys[row, :, at : at + n], x.values[row, :, at : at + n])

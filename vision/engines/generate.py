@@ -135,7 +135,7 @@ class Generate:
 
     @torch.no_grad()
     def answer(self, rows: Sequence[GenerationRequest], begin: BeginReading | None = None) -> Rollouts:
-        """Sample an answer to every request, in order; the request's `uniform` limits the token count."""
+        """Sample an answer to every request, in order, of at most one token per number in `uniform`."""
         begin = begin or (lambda rows: self.reader([row.encoded for row in rows]))
         size = self.batch_size or len(rows) or 1
         finished: list[Trajectory] = []
@@ -201,7 +201,7 @@ class Generate:
             torch.tensor([*encoder.end, *self.more_ends], device=device),
         )
         notes = SampledNotes(len(rows), len(uniform), device)
-        length = torch.tensor(limits, device=device)  # (n,), smaller for rows that end earlier
+        length = torch.tensor(limits, device=device)  # (n,) token counts, reduced at the end of a row
         ended, stopped = (torch.zeros(len(rows), dtype=torch.bool, device=device) for _ in range(2))
         reader, token, stops = begin(rows), None, self.stops.rows(len(rows))
         batch = torch.arange(len(rows), device=device)  # (b,) indices of the reader's rows
@@ -212,7 +212,7 @@ class Generate:
             advance(work, t, len(uniform))
             token, *values = draw_tokens(logits, uniform[t], **options)
             notes.append(token, *values, *([self._confidence(logits)] if self.confidence_top_k else []))
-            ends_now = torch.isin(token, ends)  # (b,)
+            ends_now = torch.isin(token, ends)  # (b,) bool
             if self.stop_strings:
                 alive = (~ended[batch]).nonzero()[:, 0]
                 ends_now[alive] |= stops.append(batch[alive], token[alive])

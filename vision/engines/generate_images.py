@@ -41,9 +41,9 @@ class ImagePolicy(TokenPolicy, Protocol):
 class GenerateImages:
     """Sample a text and then an image, token by token, from a model that writes images, such as Emu3.
 
-    The text ends with a begin-of-image token, an end token (which stays) or `max_text_length`. The layout of
-    the model follows: control tokens are inserted and not trained on, and the other tokens are sampled among
-    the image tokens. The VQ autoencoder of the model decodes the image tokens to the image of the outcome,
+    The text ends with a begin-of-image token, an end token (which stays) or `max_text_length`. Then comes the
+    image in the layout of the model: control tokens are inserted and not trained on, and the other tokens are
+    sampled among the image tokens. The VQ autoencoder of the model decodes them to the image of the outcome,
     whose text is None without a text. Guidance is an option of the policy (`guidance_scale`); the
     unconditional row reads the image after the negative prompt, without the text (our reading).
 
@@ -120,7 +120,7 @@ class GenerateImages:
         )
         sampler.more_ends = [self.writer.begin]
         texts = self._texts(sampler, rows) if self.max_text_length else [None] * len(rows)
-        begun: dict[int, EncodedPrompt] = {}  # prompts with begin-of-image, if there are no texts
+        begun: dict[int, EncodedPrompt] = {}  # maps id(prompt) to its image input
         requests = []
         for row, text in zip(rows, texts, strict=True):
             if text is not None:
@@ -152,7 +152,7 @@ class GenerateImages:
         return text | {"chosen": torch.arange(len(text["token"])) < len(notes["token"])}
 
     def _begin(self, rows: Sequence[_Row]) -> ImageReader:
-        """Create the reader that computes the logits for a batch of images."""
+        """Create the reader of a batch of images, with a second reader if the policy uses guidance."""
         second = None
         if self.policy.guidance_scale != 1:
             negative = self.writer.unconditional(self.policy.negative_prompt)

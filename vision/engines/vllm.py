@@ -55,9 +55,9 @@ class Vllm(ServedEngine):
     `vision.with_tools` and others) is a separate request with all token ids and images so far; the server
     finds the earlier turns in its prefix cache.
 
-    With `partial_rollouts`, the weights of several steps sample one answer. Each version recomputes the keys
-    and values and adds a fixed number of tokens; the last weights before the update sample the rest. So a
-    token's age depends only on its position. The recorded `weights_version` identifies its weights.
+    With `partial_rollouts`, the weights of several steps sample one answer. Each version of the weights
+    recomputes the keys and values and adds a fixed number of tokens; the last version samples the rest. So
+    the age of a token's weights depends only on its position. The note `weights_version` names the version.
 
     Args:
         policy: The policy: a language model, or a model of the families in `vision/serving/families/`.
@@ -168,7 +168,7 @@ class Vllm(ServedEngine):
     def check_together(self, kinds: Mapping[str, str]) -> None:
         """Raise ValueError if prompts have images and videos, and the vision tower has an adapter.
 
-        vLLM 0.32 would crash: it encodes both kinds in one step, but arranges adapter inputs for one batch.
+        vLLM 0.32 would crash: it encodes both kinds in one step, but prepares the adapter for one batch.
         """
         if self.policy.adapter is None or self.recipe.policy.options.get("freeze_vision_tower", True):
             return

@@ -44,8 +44,8 @@ class WithEnvironments(WithTools):
     `get_turn_reward()` is called; with `turn_outcomes`, its result is recorded as `turn_reward`. Calls of
     one conversation run in order. Calls of different conversations run concurrently, also while other
     conversations still generate. Rewards in TRL's format get the objects as `environments`. If a call timed
-    out, a placeholder replaces its object: it is false, and reading its attributes is an error. Everything
-    else is as in `vision.with_tools`.
+    out, rewards get a placeholder instead of the object: its truth value is False, and reading its attributes
+    is an error. Everything else is as in `vision.with_tools`.
 
     Args:
         environment: Classes, or functions that make an object; each may have `label` (its name), `timeout`

@@ -84,7 +84,7 @@ class WithPrefixRollouts:
     probe_temperature: NonNegativeFloat | None = None
     score_target: bool = False
     batch_size: NonNegativeInt = 0
-    policy: Any = None  # at first the option, then the wrapped engine's policy
+    policy: Any = None  # the option; `__post_init__` replaces it
     notes: ClassVar[frozenset[str]] = frozenset()
 
     @staticmethod

@@ -19,8 +19,9 @@ from mmrl.core.types import Prompt, Rollouts
 class WithScores:
     """Record the scores of the policy, a `vision.reward_model`, for the answers of the wrapped engine.
 
-    The reward `precomputed` reads them, with the key `score`, or `score/NAME` for a label. Use it in
-    `evaluation.engine` after `offline`, with the metric `pairwise_accuracy`.
+    The reward `precomputed` reads a score by its key: `score`, or `score/NAME` for a model's label NAME.
+    To evaluate a reward model, set `evaluation.engine: [offline, vision.with_scores]`, with the metric
+    `pairwise_accuracy`.
 
     Args:
         engine: The wrapped engine.

@@ -91,7 +91,7 @@ class WithTools:
     score_target: bool = False
     opener: str = ""
     notes: ClassVar[frozenset[str]] = frozenset()
-    needs_tool: ClassVar[bool] = True  # False if conversations bring their own tools
+    needs_tool: ClassVar[bool] = True  # False if environments bring the tools
     parse: ClassVar[Callable[[str], list[Call | CallError]]] = staticmethod(parse_calls)  # parser of calls
 
     def __post_init__(self) -> None:

@@ -43,8 +43,8 @@ class Browser:
 
     Args:
         tasks: The tasks to draw from, in rows without a `task`.
-        size: Width and height of the page in pixels. A multiple of the model's image token (28 pixels for
-            Qwen2.5-VL), within its number of pixels, is shown to the model as it is.
+        size: Width and height of the page in pixels. The model sees the page without resizing if this is a
+            multiple of its image token (28 pixels for Qwen2.5-VL) and within its limits of pixels.
         cells: Number of columns and rows of the grid on which the choices of `click_button`, `click_color`
             and `click_shape` lie.
         coordinate_range: Range of coordinates, such as 1000 for Qwen3-VL; 0: pixels of the screenshot, as
@@ -70,7 +70,7 @@ class Browser:
         self._close: Callable[[], object] = lambda: None
 
     def reset(self, seed: int | None = None, task: str | None = None, **columns: Any) -> list:
-        """Draw a page; return the goal and a screenshot."""
+        """Draw a task and its page; return the goal and a screenshot."""
         if task is not None and task not in TASK_NAMES:
             raise ValueError(f"there is no task {task!r:.40}; there are {', '.join(TASK_NAMES)}")
         name = task or random.Random(seed).choice(self.tasks)

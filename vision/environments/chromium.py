@@ -12,7 +12,7 @@ from typing import Any
 
 from mmrl.config.schema import ConfigError
 
-# Names of Chromium on PATH, the cheapest first: Debian's packages chromium-headless-shell and chromium.
+# Names of Chromium on PATH, the lightest first; Debian has packages of the first two names.
 EXECUTABLES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 SWITCHES = (
     "--headless", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -23,7 +23,7 @@ LIMIT = 30.0  # time limit of an action and its screenshot, in seconds
 CONCURRENT = 8  # maximum number of pages that are open at once
 KEPT = 256  # maximum number of cached screenshots of newly opened pages
 
-# JavaScript that is run on pages: constants that get data as arguments.
+# JavaScript that is run on pages. It gets data as arguments, so that no data becomes code.
 READ_FIELDS = """() => {
   const state = {};
   for (const field of document.querySelectorAll("input, select")) {

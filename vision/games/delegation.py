@@ -42,13 +42,13 @@ class Delegated:
     """State of a conversation between a planner and its sub-agents."""
 
     prompt: Prompt
-    name: str = ""  # name of the game, unique for its prompt
-    part: str = PLAN  # kind of the next turn; empty at the end
+    name: str = ""  # random name, unlike that of other games of the prompt
+    part: str = PLAN  # kind of the next turn (PLAN, ACT, SWITCH); empty at the end
     tasks: tuple[str, ...] = ()  # tasks of the current plan
     replies: tuple[tuple[str, str], ...] = ()  # (task, reply) of sub-agents, in order
     rounds: int = 0  # number of rounds in which sub-agents were asked so far
     planned: str = ""  # name of the turn that made the current plan
-    worth: tuple[float | None, ...] = ()  # reward per turn: fraction of new tasks in a plan
+    worth: tuple[float | None, ...] = ()  # reward of every turn; None unless it is a plan
 
 
 @game(sets_tags={"role", "part", "node", "parent"})
@@ -72,7 +72,7 @@ class Delegation(Game):
         decide: Let the planner decide after every round whether to keep the plan (HiPER). It keeps the plan
             if its answer has the word keep, and then the same tasks are done again.
         template: Text that players read, in jinja2, with `part`, `task`, `replies` (pairs of task and
-            reply), `rounds_left` and `most`; the planner reads it after the prompt.
+            reply), `rounds_left` and `most` (`max_tasks`); the planner reads it after the prompt.
     """
 
     roles = (MAIN, SUB)
@@ -94,7 +94,7 @@ class Delegation(Game):
         return Delegated(prompt, f"{int(torch.randint(1 << 62, (), generator=generator)):x}")
 
     def acting(self, state: Delegated) -> Sequence[str]:
-        """Return the planner, or a sub-agent for every task of its plan."""
+        """Return who acts next: the planner, or one sub-agent for every task of its plan."""
         if state.part == ACT:
             return tuple(f"{SUB} {number}" for number in range(1, len(state.tasks) + 1))
         return (MAIN,) if state.part else ()
@@ -150,7 +150,7 @@ class Delegation(Game):
         return {}
 
     def record(self, state: Delegated, turns: Sequence[Turn]) -> Sequence[Mapping[str, float]]:
-        """Return the fraction of new tasks in every plan."""
+        """Return the `turn_reward` of every turn: the fraction of new tasks in a plan; nothing for others."""
         return [{} if worth is None else {"turn_reward": worth} for worth in state.worth]
 
 

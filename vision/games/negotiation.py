@@ -97,7 +97,7 @@ class Negotiation(Game):
         return Deal(images, tuple(orders), tuple(map(tuple, values)))
 
     def acting(self, state: Deal) -> Sequence[str]:
-        """Return both players until all rounds are over."""
+        """Return who acts next: both players, until all rounds are over."""
         return PLAYERS if len(state.moves) < 2 * self.rounds else ()
 
     def observe(self, state: Deal, player: str) -> Sequence[Message]:

@@ -20,7 +20,7 @@ from mmrl.core.games import PAYOFF, Game, Turn
 from mmrl.core.types import Frames, Media, Message, Part, Prompt
 from mmrl.data.templates import TextTemplate, quoted
 
-OPEN, INVALID = 0, -1  # special votes: an open vote, and a vote that cannot be parsed
+OPEN, INVALID = 0, -1  # special votes: N/A (the voter is unsure), and a vote that cannot be parsed
 RIGHT_VOTE, OPEN_VOTE, CAUGHT = "right_vote", "open_vote", "spy_caught"
 THOUGHT = 10  # reasoning must be longer than this many characters, as in the paper's code
 SPEAK = """\
@@ -82,8 +82,8 @@ class Spy(Game):
         num_votes: Number of votes of the judge.
         vote_reward: Reward of a vote. `paper`: 1 if right, -0.5 if open, -1 if wrong. `code`: a sum of terms
             for format and accuracy, as in the paper's code.
-        beta: Weight in clue rewards of the votes for the spy, relative to the mean of the civilians.
-        lam: Weight in clue rewards of the votes for a civilian, relative to the mean of the civilians.
+        beta: Weight in clue rewards of the spy's votes minus the mean votes of a civilian.
+        lam: Weight in clue rewards of a civilian's votes minus the mean votes of a civilian.
         template: Text that players read after the image, in jinja2, with `stage`, `role`, `player`,
             `players`, `clues` (pairs of number and text) and `thoughts` (the player's earlier reasoning).
     """
@@ -125,7 +125,7 @@ class Spy(Game):
         return SpyState((images[0], blank(images[0]) if self.spy_sees == "blank" else images[1]), spy)
 
     def acting(self, state: SpyState) -> Sequence[str]:
-        """Return the player who gives the next clue, or all voters once the clues are complete."""
+        """Return who acts next: the player with the next clue, or all voters once the clues are complete."""
         if len(state.clues) < self.players * self.rounds:
             return (str(len(state.clues) % self.players + 1),)
         if state.votes:
@@ -227,7 +227,7 @@ def decision_reward(vote: int, spy: int) -> float:
 
 
 def code_reward(worth: float, form: bool) -> float:
-    """Compute the reward of a vote as in the paper's code: a sum of terms for format and accuracy."""
+    """Compute the reward of a vote as in the paper's code: from `decision_reward` and the right format."""
     return 0.3 * (1.0 if form else -1.0) + 1.2 * worth + 0.99 * (worth > 0)
 
 

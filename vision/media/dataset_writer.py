@@ -21,7 +21,7 @@ IMAGE_SIGNATURES = {  # first bytes of image files, and their suffix
     b"\x89PNG": ".png",
     b"\xff\xd8\xff": ".jpg",
     b"GIF8": ".gif",
-    b"RIFF": ".webp",  # also begins WAV and AVI files, which no image reader accepts
+    b"RIFF": ".webp",  # WAV and AVI files, too; image readers refuse them
     b"BM": ".bmp",
 }
 
@@ -82,7 +82,7 @@ class MediaWriter:
         else:
             self.root.medium(ref, "the row", FrameSampling()).load()
         if path:
-            name = path.relative_to(self.root.root.resolve()).as_posix()  # `locate` resolves the root, too
+            name = path.relative_to(self.root.root.resolve()).as_posix()  # `path` is resolved
         else:
             name = f"{str(key)[:20]}{image_suffix(ref.data)}"  # 80 bits of the hash
         target = self.output / self.folder / name
@@ -104,7 +104,7 @@ def readable_rows(
     """
     path = Path(source)
     media = MediaRoot.of_rows(path, root, cache_bytes=0)  # no cache: every file is copied once
-    # Matches hub ids: `name` or `owner/name`.
+    # Any other source is a hub id: `name` or `owner/name`.
     local = path.exists() or path.suffix in FORMS or path.is_absolute() or len(path.parts) > 2
 
     def readable() -> Iterator[DataRow]:

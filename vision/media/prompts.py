@@ -45,7 +45,7 @@ def with_answers(prompts: Sequence[Prompt], answers: Mapping[str, str], source: 
 
 
 def root_of(root: str, answers: str, what: str) -> MediaRoot:
-    """Create the `MediaRoot` of a folder; raise ValueError if `root` and `answers` are both empty."""
+    """Return the folder of the images of benchmark `what`; an empty `root` needs recorded `answers`."""
     if not root and not answers:
         raise ValueError(f"{what}: name the folder of the images (`root`), or recorded `answers`")
     return MediaRoot(Path(root))
@@ -67,7 +67,7 @@ def answers_of(columns: Mapping[str, Any]) -> str | tuple[str, ...]:
 
 
 def _contested(choices: Any) -> list[int]:
-    """List the choice indices that are also the text of another choice; such a number counts as an index."""
+    """List the numbers that are the index of one choice and the text of another; they count as indices."""
     texts = choices if isinstance(choices, list) and all(type(choice) is str for choice in choices) else []
     return [
         place for place in range(min(len(texts), 26)) if str(place) in texts and texts[place] != str(place)

@@ -78,7 +78,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Tools = (), *, answers: bool = True
     ) -> str:
-        """Render messages; if `answers`, append the beginning of the next answer.
+        """Render messages; if `answers`, append the generation prompt (the start of the assistant's turn).
 
         Raises ValueError for a conversation that the template does not support.
         """
@@ -115,7 +115,7 @@ class ChatTemplate:
         return self._read[key]
 
     def after_answer(self, replies: Sequence[Mapping[str, Any]], tools: Tools = ()) -> str:
-        """Render the text between two answers: end of the first, replies, and beginning of the second.
+        """Render the text between two answers: end of the first, replies, and the next generation prompt.
 
         Raises ValueError if the template omits assistant turns.
         """
@@ -130,10 +130,10 @@ class ChatTemplate:
         return after
 
     def after_calls(self, tools: Tools) -> tuple[str, str]:
-        """Return the text after the argument of a tool call, and the text after an answer without a call.
+        """Return the text that follows the argument of a tool call, and the text that follows a plain answer.
 
-        Both texts include a reply of the tool and end where the next answer begins. Raises ValueError if the
-        template omits the reply after an answer without a call.
+        Each contains a probe reply of the tool and the next generation prompt. Raises ValueError if the
+        template omits a reply after an answer without a call.
         """
         marker, name = self._unused([], tools), _name(tools)
         call = {"type": "function", "function": {"name": name, "arguments": {FIRST: marker}}}

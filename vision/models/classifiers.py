@@ -137,7 +137,7 @@ def write_score(score: Tensor, labels: Sequence[str], folder: Path) -> None:
 
 
 def save_classifier(model: Any, score: Tensor, labels: Sequence[str], pad: int, folder: Path) -> None:
-    """Write a language model without its output head and a score layer as a sequence classifier.
+    """Save a language model (not its output head) together with a score layer as a sequence classifier.
 
     Args:
         model: The language model.

@@ -38,8 +38,8 @@ class VLMFamily:
         chat_template: Chat template to use if the processor has none.
         core: Makes the model without its head, if transformers has no class for it.
         sounds: Maps a config to whether its model reads sounds; `features` then counts their features, too.
-        adjust: Maps (processor, processor outputs, media arguments of the processor) to model inputs.
-        media_in_replies: Whether media can follow an answer. False if they change states of earlier tokens.
+        adjust: Corrects outputs of the processor: maps (processor, outputs, media arguments) to new outputs.
+        media_in_replies: Whether replies after an answer may hold media. False if they change earlier states.
         eager: Sub-configs, such as `audio_config`, of towers that support only eager attention.
         frozen: Name of a submodule that is never trained, such as a VQ autoencoder; or empty.
         images: Rules of a model that writes images as tokens.

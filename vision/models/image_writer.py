@@ -25,7 +25,7 @@ class ImageWriter:
         if rules is None:
             raise ConfigError(f"a model of type '{encoder.core.config.model_type}' writes no images")
         self.rules, self.encoder, self.core = rules, encoder, encoder.core
-        self.ids = rules.tokens(self.core.config)  # (C,)
+        self.ids = rules.tokens(self.core.config)  # (C,) ids of the image tokens
         self.begin = self.layout(1, 1)[0]  # id of the begin-of-image token
         control = encoder.special_tokens() & set(self.layout(1, 1)) - {self.begin, encoder.end[0]}
         encoder.placeholders = sorted({*encoder.placeholders, *self.ids.tolist(), *control})
@@ -40,7 +40,7 @@ class ImageWriter:
         return self.rules.size_for(self.core.config, height, width, prompt)
 
     def layout(self, rows: int, columns: int) -> list[int]:
-        """Return the tokens of an image and the end token, with `IMAGE` for each image token."""
+        """Return an image's layout: control tokens, `IMAGE` for each image token, and the end token."""
         texts = self.rules.layout(self.encoder.processor, self.core.config, rows, columns)
         first, after_row, last = (
             self.encoder.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
@@ -106,7 +106,7 @@ class ImageWriter:
         return ids, places
 
     def recorded(self, outcome: Outcome) -> tuple[Tensor, Tensor]:
-        """Encode a recorded text (if any) and image to tokens (T,), and a mask of the sampled ones."""
+        """Encode a recorded text (if any) and image to tokens (T,), with a mask of sampled tokens."""
         assert outcome.image is not None
         ids, chosen = self.encode(outcome.image)
         if not outcome.text:

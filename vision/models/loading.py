@@ -58,7 +58,7 @@ def _source(what: str, name: str) -> Iterator[str]:
 
 
 def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
-    """Load a (vision-)language model by hub id or folder (safetensors), or use a given model object."""
+    """Load a (vision-)language model from a hub id or folder, or return the object registered as `name`."""
     if objects.is_object(name):
         model = with_core(objects.get(name).eval())
         if getattr(model, "peft_config", None):
@@ -84,7 +84,7 @@ def load_model(name: str, *, dtype: str, attn_implementation: str) -> nn.Module:
     with_core(model)
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):  # 4-bit layers of bitsandbytes
-            module.support_avx512bf16_for_cpu = False  # repacked weights would have no gradient
+            module.support_avx512bf16_for_cpu = False  # else they repack weights and lose gradients
     if not placement().empty:
         check_head(model)
     return model.eval()  # no dropout, not even in training
@@ -277,12 +277,12 @@ def add_adapter(
             f"there are {available}"
         )
     chosen = [name for name in linear if not layers or f".{name}".endswith(tuple(f".{x}" for x in layers))]
-    # Replace block numbers by a pattern, to keep the saved adapter's config short, except at the end of a
-    # name, because other entries of the same list may not be linear layers.
+    # Replace block numbers by a pattern, to keep the saved adapter's config short. Keep a number at the end
+    # of a name (`proj.0`), because the pattern would also match entries that are not linear (`proj.1`).
     pattern = "|".join(
         dict.fromkeys(re.sub(r"\\\.\d+(?=\\\.)", r"\\.\\d+", re.escape(name)) for name in chosen)
     )
-    # For mixtures of experts, peft keeps only the last parts of a pattern, which match other towers, too.
+    # For mixtures of experts, peft cuts patterns to the last parts of names, which match other towers, too.
     target = chosen if getattr(model.config.get_text_config(), "num_experts", None) else pattern
     # No dropout: log-probabilities in training must equal those of the rollout.
     configs = [LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=target) for _ in names]

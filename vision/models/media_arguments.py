@@ -40,7 +40,7 @@ def image_arguments(processor: Any, images: Sequence[Frames], pixels: Mapping[st
     """Create the processor arguments for images; `pixels` are size limits, or empty."""
     check_images(processor)
     options = {"size": dict(pixels)} if pixels else {}
-    # One list of images per text.
+    # One list of images for each text of the batch, here a single one.
     return {"images": [[frames.pixels[0] for frames in images]], "images_kwargs": options}
 
 

@@ -121,7 +121,7 @@ def attention_of(config: Any, implementation: str) -> str | dict[str, str]:
 
 
 def with_core(model: Any) -> Any:
-    """Set the `base_model` that the family makes, if any; it is no submodule, so checkpoints omit it."""
+    """Set `base_model` to the core that the family makes, if any; no submodule, so checkpoints omit it."""
     make = family_of(model.config).core
     if make and model.base_model is model:
         vars(model)[model.base_model_prefix] = make(model)
@@ -158,7 +158,7 @@ def check_max_length(length: int, most: int) -> None:
 
 
 def check_same_tokens(tokenizer: Any, model: nn.Module, policy: Any) -> None:
-    """Raise ValueError unless a model can read the token ids and the encoded images of a policy."""
+    """Raise ValueError unless a model can read the policy's encoded inputs; adopt its length limit."""
     own = policy.processor.tokenizer
     name = model.config.name_or_path
     if tokenizer.get_vocab() != own.get_vocab():

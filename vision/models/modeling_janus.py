@@ -37,7 +37,7 @@ class JointHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight of the text head."""
+        """The weight of the text head, which stands for both where a head's dtype and sizes are read."""
         return self.texts.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class JointHead(nn.Module):
 
 
 class JanusForConditionalGeneration(FromConfig, transformers.JanusForConditionalGeneration):
-    """Janus that returns both heads as output embeddings; it has the weights and names of transformers."""
+    """Janus whose `get_output_embeddings` returns both heads; weights are named as in transformers."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -55,5 +55,5 @@ class JanusForConditionalGeneration(FromConfig, transformers.JanusForConditional
         vars(self)["joint_head"] = JointHead(self.lm_head, self.model.generation_head)
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return both heads."""
+        """Return the text and image heads as one `JointHead`."""
         return vars(self).get("joint_head", self.lm_head)

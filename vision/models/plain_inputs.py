@@ -32,7 +32,7 @@ def plain_inputs(
         variables: Variables of the chat template.
     """
     begun = {"add_generation_prompt": True, **({"tools": list(tools)} if tools else {}), **(variables or {})}
-    if "load_audio_from_video" in media:  # `apply_chat_template` decodes it by itself
+    if "load_audio_from_video" in media:  # it would decode the sound by itself
         text = processor.apply_chat_template(list(messages), tokenize=False, **begun)
         return dict(processor(text=[text], return_tensors="pt", **media))
     given = {}  # maps a kind of media to its media, in order

@@ -126,7 +126,7 @@ class PromptEncoder:
     def extend(
         self, encoded: EncodedPrompt, ids: Tensor, *replies: Message, tools: Tools = ()
     ) -> EncodedPrompt:
-        """Append an answer (T,), replies, and the beginning of the next answer to an encoded prompt.
+        """Append an answer (T,), replies, and the next generation prompt to an encoded prompt.
 
         Raises ValueError if media do not match their tokens, or if the model reads no media after an answer.
         """
@@ -153,7 +153,7 @@ class PromptEncoder:
         return EncodedPrompt(encoded.uid, whole, self.family.positions(self.core, tensors), media)
 
     def _ended(self, ids: Tensor, new: Tensor) -> int:
-        """Count the leading tokens of `new` (text after an answer) that already end the answer (T,)."""
+        """Count the leading tokens of `new` (text after an answer) that the answer (T,) already ends with."""
         if not len(ids) or not len(new) or ids[-1] not in self.end:
             return 0
         before = self.ends.before
@@ -203,7 +203,7 @@ class PromptEncoder:
         return recorded_answer(self, prompt, outcome, self._keys)
 
     def rendered(self, messages: Sequence[Message], tools: Tools = (), *, answers: bool) -> str:
-        """Render recorded turns; if `answers`, append the beginning of an answer."""
+        """Render recorded turns; if `answers`, append the generation prompt."""
         return self._render(list(map(template_message, self.replies(messages, tools))), tools, answers)
 
     def without_end(self, text: str) -> str:
@@ -230,7 +230,7 @@ class PromptEncoder:
         question = {"role": "user", "content": [{"type": "text", "text": "x"}]}
         call = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
         turn = {"role": "assistant", "content": [], "tool_calls": [call]}
-        # Remove the generation prompt, such as the name of the role.
+        # Remove everything up to the generation prompt, which may name the role.
         before, whole = self._render([question], tools), self._render([question, turn], tools, answers=False)
         after = whole[len(commonprefix([before, whole])) :]
         return self.text(torch.tensor(self.plain.tokenizer(after, add_special_tokens=False)["input_ids"]))
@@ -257,11 +257,11 @@ class PromptEncoder:
         media = media_arguments(self.processor, prompt, self.pixels)
         inputs = self._inputs(prompt, text, WITHOUT_BOS if begun else {}, media)
         form = json.dumps((tools, *((m["role"], *m, *(b["type"] for b in m["content"])) for m in messages)))
-        # Compare with transformers, except texts with control tokens, which are plain text only here.
+        # Compare with transformers, except for texts with control tokens, which only here are plain text.
         alike = self.plain.mark not in text and self._marked(tools) == tuple(tools)
         if alike and form not in self._compared and len(self._compared) < FORMS:
             formed = self.template.formed(messages, tools)
-            # Replace empty texts: transformers makes an empty list of them, which some templates print as [].
+            # Skip empty texts: transformers makes an empty list of them, which some templates print as [].
             if all(message["content"] or "tool_calls" in message for message in formed):
                 given = {"add_generation_prompt": self.answers, **self.template.variables}
                 plain = plain_inputs(self.processor, formed, tools, media, given)
@@ -285,7 +285,7 @@ class PromptEncoder:
             check_keys(prompt.messages, lambda turns: self._render(turns, tools, answers=False), self._keys)
             text = self.rendered(prompt.messages, tools, answers=self.answers)
             names = [tool.get("function", tool)["name"] for tool in tools] if self.knows_tools(tools) else []
-            plain = filter(re.compile(r"[\w.-]+", re.ASCII).fullmatch, names)  # templates may escape others
+            plain = filter(re.compile(r"[\w.-]+", re.ASCII).fullmatch, names)  # other names may be escaped
             if lost := [name for name in plain if name not in text]:
                 roles = ", ".join(message.role for message in prompt.messages)
                 raise ValueError(
@@ -307,7 +307,7 @@ class PromptEncoder:
         return self.sources.add(encoded, prompt, tools)
 
     def _render(self, messages: list[dict[str, Any]], tools: Tools = (), answers: bool = True) -> str:
-        """Render messages with the chat template; if `answers`, append the beginning of an answer.
+        """Render messages with the chat template; if `answers`, append the generation prompt.
 
         Control tokens inside texts are marked, so that `self.plain` tokenizes them as plain text.
         """

@@ -87,7 +87,7 @@ class PromptCheck:
                     check_max_length(len(read.ids) + len(last), self.max_length)
 
     def _texts(self, prompt: Prompt, one: Outcome, plain: bool) -> list[str]:
-        """List the texts of an answer's turns; with `plain`, an answer of one turn is not rendered."""
+        """List the rendered texts of an answer's turns; if `plain`, a single turn as it was recorded."""
         if plain and not (one.extra or one.turns or one.asked):
             return [one.text or ""]
         return [text for text, *_ in recorded_turns(self.encoder, prompt, one)]
@@ -137,7 +137,7 @@ class PromptCheck:
             return int(processor.get_number_of_image_patches(height, width, limits)) // merge**2
         count = getattr(self.encoder.processor, "_get_num_multimodal_tokens", None)
         if count is None:
-            return self.limit  # this large count makes `__call__` encode the prompt
+            return self.limit  # large, so that `__call__` encodes the prompt
         return int(count(image_sizes=[[height, width]])["num_image_tokens"][0])
 
 

@@ -15,7 +15,7 @@ from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.vision.models.listed_tools import listed_tools
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-OF_REPLIES = ("name", "tool_call_id")  # redundant: the order of replies tells which call they answer
+OF_REPLIES = ("name", "tool_call_id")  # ignored: the order of replies tells which call they answer
 OPEN = re.compile(r"[<\[](\w+)[>\]]\s*$")  # opening tag of a thought at the end of a prompt
 Render = Callable[[list[dict[str, Any]]], str]
 

@@ -22,15 +22,15 @@ def recorded_turns(
     """Yield text, tokens (T,) and the replies that follow, for every turn of a recorded answer.
 
     Each turn of the assistant is rendered as the next turn after all messages before it. Raises ValueError
-    as `PromptEncoder.recorded` does, if the model reads no media after an answer, and for turns of the
-    assistant that follow each other or show media.
+    for replies with media if the model reads none after an answer, for turns of the assistant that are
+    adjacent or contain media, and where `PromptEncoder.recorded` does.
     """
     media = any(part.media for turn in outcome.turns for part in turn.parts)
     if media and not encoder.family.media_in_replies:
         raise ValueError("this model reads no media after an answer, but a recorded reply shows one")
     listed, _ = listed_tools(encoder, replace(prompt, messages=outcome.asked or prompt.messages))
     turns = [*outcome.turns, Message("assistant", (Part(outcome.text or ""),), outcome.extra)]
-    described = listed.tools != prompt.tools  # whether the system prompt describes the tools
+    described = listed.tools != prompt.tools  # Qwen's words in the system prompt
     if described:
         turns = list(map(with_written_calls, turns))
     places = [place for place, turn in enumerate(turns) if turn.role == "assistant"]

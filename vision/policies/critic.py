@@ -42,7 +42,7 @@ class ValueModel(nn.Module):
         if bias:
             nn.init.zeros_(self.head.bias)
         for weight in reader.model.get_output_embeddings().parameters():
-            if weight is not inputs:  # do not free a head tied to the embeddings
+            if weight is not inputs:  # embeddings stay trainable if tied
                 weight.requires_grad_(False)
 
     def forward(self, steps: TokenSteps) -> Tensor:

@@ -26,8 +26,8 @@ def recorded_row(
     """Encode a recorded answer as a trajectory whose steps are the tokens to train on.
 
     Every turn ends with its end token. Messages between turns are context, not trained on. The outcome is
-    the last turn; it keeps `turns` and drops `asked`, so that an engine can encode it again after other
-    media. Raises ValueError for an answer that the model cannot read.
+    the last turn with the earlier `turns`, but without `asked` (the prompt with media of this answer only),
+    so that engines can encode it after a prompt with other media. Raises ValueError for an unreadable answer.
 
     Args:
         encoder: The encoder of the model.

@@ -109,7 +109,7 @@ class RewardModel:
             pixels=pixel_limits({"min_pixels": min_pixels, "max_pixels": max_pixels}),
             variables=chat_template_kwargs,
         )
-        saved = saved_score(model, adapter)  # the model is downloaded by now
+        saved = saved_score(model, adapter)  # after the download of the model
         self.labels = check_labels(labels, saved and saved[1])
         std = getattr(self.tokens.model.config.get_text_config(), "initializer_range", STD)
         part = ValueModel(self.tokens.module, max(1, len(self.labels)), std=std, bias=False)

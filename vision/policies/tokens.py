@@ -133,7 +133,7 @@ class Tokens:
         check_guidance(model, guidance_scale, negative_prompt)
         self.processor = loading.load_processor(model)
         check_packing(model, packing, attn_implementation, transform, sp_size)
-        ChatTemplate(self.processor, chat_template_kwargs).ends()  # raises an error before weights load
+        ChatTemplate(self.processor, chat_template_kwargs).ends()  # raises errors before loading weights
         self.model = self.load_model(model, dtype=dtype, attn_implementation=attn_implementation)
         self.model = apply_transforms(self.model, transform)
         pixels = pixel_limits({"min_pixels": min_pixels, "max_pixels": max_pixels})

@@ -85,7 +85,7 @@ def write_data_set(output: Path, rows: Iterator[dict[str, Any]], count: int, fil
         "chosen_answer": message,
         "rejected_answer": message,
     }
-    partial, schema = output / BUILD / "data", Features(features).arrow_schema  # same disk, to be renamed
+    partial, schema = output / BUILD / "data", Features(features).arrow_schema  # same disk as the target
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     files = max(1, -(-count // file_rows))  # ceil(count / file_rows)

@@ -41,7 +41,7 @@ class FrozenTeacher:
         span_temperature: Divides log-probabilities of spans.
     """
 
-    decay = 1.0  # fraction of the old weights that an update keeps
+    decay = 1.0  # fraction of the old weights that an update keeps; 1: all, the weights are fixed
     holds = "a model"  # what the reference adds to memory, for memory estimates
     head: OutputHead | None = None
 
@@ -61,7 +61,7 @@ class FrozenTeacher:
         self.encoder = loading.load_encoder(model)  # tokenizer and processor
         own_words = reads_own_words(model, self.encoder, policy.prompt_encoder, align)
         self.translate = Translator(policy.prompt_encoder, self.encoder, align) if own_words else None
-        if not own_words:  # the teacher reads the policy's prompts: check their length
+        if not own_words:  # then prompts must fit both models
             limits = {self.encoder.limit, policy.prompt_encoder.limit} - {0}
             policy.prompt_encoder.limit = min(limits, default=0)
         self.policy, self.number = policy, len(policy.teachers)
@@ -132,7 +132,7 @@ def encoder_of(model: str) -> PromptEncoder | None:
 
 
 def reads_own_words(model: str, encoder: PromptEncoder, policy: PromptEncoder, align: bool) -> bool:
-    """Whether a teacher needs its own prompt template; raises ValueError if its answers need `align`."""
+    """Whether a teacher uses its own prompt template; ValueError for another vocabulary without `align`."""
     mine, own = encoder.tokenizer.get_vocab(), policy.tokenizer.get_vocab()
     if mine != own and not align:
         raise ValueError(

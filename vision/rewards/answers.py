@@ -31,9 +31,9 @@ def object_mentions(
 ) -> float | None:  # fmt: skip
     """Count the objects in a description or in its image (CHAIR, Object HalBench, AMBER).
 
-    The count is a label for the metric `ratio_of_sums`, so give it weight 0. It is None if the prompt does
-    not ask for a description. `mentions`: object mentions, with repeats. `hallucinated`: mentions of absent
-    objects, with repeats. `truth`: classes in the image. `correct`: classes in the image that are mentioned.
+    The count is a label (a value for the metric `ratio_of_sums`, not a reward): set `weight: 0`. None: the
+    prompt asks for no description. `mentions`: object mentions, with repeats. `hallucinated`: mentions of
+    absent objects, with repeats. `truth`: classes in the image. `correct`: the mentioned ones of these.
     `mentioning`, `hallucinating`, `clean`: 1 if any object, any absent object, no absent object is mentioned.
     `tempting`: absent classes that models tend to invent. `matched`: such classes that are mentioned.
     """
@@ -76,7 +76,7 @@ def _own_yes_no(prompt: Prompt, *, of: str) -> OwnAnswer | None:
     truth = _truth(prompt)
     if truth is None:
         return None
-    return OwnAnswer(("Yes" if truth == YES else "No",) if of == "correct" else ())  # else it is a label
+    return OwnAnswer(("Yes" if truth == YES else "No",) if of == "correct" else ())  # else a label
 
 
 @reward(own_answer=_own_yes_no)

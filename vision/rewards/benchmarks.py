@@ -19,7 +19,7 @@ def _own(prompt: Prompt, *, form: Benchmark | None, of: str, tag: str) -> OwnAns
         return None
     return OwnAnswer(
         own_answer(_rule(prompt, form), asked) if of == "correct" else ()
-    )  # labels are not graded
+    )  # labels have no right answer
 
 
 @reward(own_answer=_own)

@@ -132,9 +132,9 @@ def span_confidence(
 ) -> list[float | None]:
     """Compute a group's confidence exp(-gamma u) from the spread u of its spans (URPA, arXiv 2508.06317).
 
-    u is the standard deviation of the starts plus the standard deviation of the ends. Give the confidence
-    weight 0, and name it as the label of `scale_by`. The paper gives neither `gamma` nor the unit of u. Use
-    `gamma: 5` for fractions of the video (`normalise_by: duration`), 0.1 for seconds (`normalise_by: none`).
+    u is the standard deviation of the starts plus the standard deviation of the ends. It is meant as a label:
+    set `weight: 0` and name it in the option `of` of `scale_by`. The paper gives neither `gamma` nor the unit
+    of u. Use `gamma: 5` with `normalise_by: duration`, and 0.1 for seconds (`normalise_by: none`).
     """
     labels: list[float | None] = [None] * len(outcomes)
     for members, spans in _group_spans(prompts, outcomes):

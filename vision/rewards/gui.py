@@ -92,7 +92,7 @@ def click_proximity(prompt: Prompt, outcome: Outcome, *, sigma: PositiveFloat = 
     The reward is exp(-(dx / sx)^2 / 2 - (dy / sy)^2 / 2), where sx and sy are `sigma` times half the width
     and height of the box (our reading). The click is parsed as in `click_inside`; an answer without a click
     gets 0. The nearest of several target boxes counts. The reward is None if the target is not `Boxes`.
-    Use it as a label for `tiers`.
+    Use it with `weight: 0`, as a label that `tiers` reads.
     """
     click, boxes = _click(prompt, outcome)
     if click is None or not boxes:

@@ -230,7 +230,7 @@ class LlamaCpp(Backend):
             if item["tokens_evaluated"] != len(question.ids) or item["truncated"]:
                 raise ValueError(f"it read {item['tokens_evaluated']} tokens of {len(question.ids)}")
             ids, drawn = item.get("tokens") or None, item.get("completion_probabilities")
-            if drawn is None and not item["content"].strip("\ufffd"):  # no complete character
+            if drawn is None and not item["content"].strip("\ufffd"):  # no character yet
                 drawn = []
             choices.append(
                 Choice(

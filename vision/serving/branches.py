@@ -17,7 +17,7 @@ from mmrl.vision.decoding.token_steps import continued
 from mmrl.vision.models.processor import EncodedPrompt
 from mmrl.vision.serving.groups import AsksServers, Group
 
-MOST_LISTED = 19  # maximum per request: vLLM 0.32 lists 20 tokens (`--max-logprobs`), with the sampled one
+MOST_LISTED = 19  # tokens listed per request: 20 of vLLM's `--max-logprobs`, less the sampled one
 Given = tuple[EncodedPrompt, Sequence[int]]  # prompt, and tokens whose log-probabilities are requested
 
 

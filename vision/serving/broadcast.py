@@ -16,7 +16,7 @@ from mmrl.vision.serving.server import Server, Weights
 from mmrl.vision.serving.weights import WeightsWriter, state_of
 from mmrl.vision.serving.worker import mmrl_group
 
-BACKEND = "mmrl"  # name of the weight transfer in vLLM
+BACKEND = "mmrl"  # name under which vLLM knows our weight transfer
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class ServedEngine:
     timeout: PositiveFloat = 300.0
     weights_folder: str = ""
     notes: ClassVar[frozenset[str]] = frozenset({"logp", "token", "temperature"})
-    answers_elsewhere: ClassVar[bool] = True  # no access to single decoding steps
+    answers_elsewhere: ClassVar[bool] = True  # so single decoding steps cannot be changed
     batch_size: ClassVar[int] = 0  # 0: one batch; `parallel` limits concurrent requests
 
     def __post_init__(self) -> None:
@@ -243,7 +243,7 @@ class ServedEngine:
         return weights.version
 
     def _written(self) -> Weights:
-        self.writer.keep = len(self.ahead.begun) + 2  # the weights of all pending requests stay
+        self.writer.keep = len(self.ahead.begun) + 2  # versions that pending requests need
         self.send()
         assert self.writer.latest is not None  # `send` has written the weights
         return self.writer.latest
@@ -308,7 +308,7 @@ class ServedEngine:
             kind, (answers, source) = media_of(group.encoded), group.answers.result()
             if (kind, source) not in seen and _have_logp(answers):
                 seen.add((kind, source))
-                if self.top_p < 1 or self.top_k or self.min_p:  # truncated sampling: ask for other answers
+                if self.top_p < 1 or self.top_k or self.min_p:  # ask for untruncated answers
                     answers, source = self.asking.ask(group.prompt.uid, self.undistorted(group)).result()
                 if _have_logp(answers):
                     rows = tuple(self._row(group, answer) for answer in answers)

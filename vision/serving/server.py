@@ -109,7 +109,7 @@ class Server:
         """Wait for pending requests, load weights, and clear the caches of keys, values and images."""
         self.post("pause?mode=wait", {})
         try:
-            self.post("update_weight_version", {"new_version": LOADING})  # invalid, should this process die
+            self.post("update_weight_version", {"new_version": LOADING})  # a crash now forces a reload
             weights.load_into(self)
             for cache in ("prefix", "mm", "encoder"):
                 self.post(f"reset_{cache}_cache", {})

@@ -78,7 +78,7 @@ class Servers:
 
         Args:
             weights: The weights. Their folder must stay until the requests are answered.
-            futures: All futures that `requests` resolves or sends. Errors of earlier requests reach them too.
+            futures: The futures of these requests; they fail if loading or an earlier request fails.
             requests: Makes the requests; it may read the answers to all earlier requests.
 
         Returns:

@@ -67,7 +67,7 @@ class StepsAhead:
     def take(self, prompts: Sequence[Prompt], ask: Callable[[Sequence[Prompt]], None]) -> Begun:
         """Pop the pending requests for prompts, calling `ask` if there are none; complete their answers.
 
-        `take` sends the continuations that no later step of the run would send.
+        At the end of the run, no later step continues unfinished answers, so `take` itself does.
         """
         begun = taken(self.begun, self.engine.stream.step, prompts, ask)
         if self.partial and self.published and begun.groups[0].newest < begun.step - 1:

@@ -56,8 +56,8 @@ class WeightsWriter:
     def version(self) -> str:
         """Hash the current weights.
 
-        `id()` and `_version` of tensors miss some changes: FSDP2 gathers into the same tensors, ZeRO-1 writes
-        to a flat copy, and a reference model that samples assigns its weights to `.data`.
+        `id()` and `_version` of tensors would be cheaper but miss changes: FSDP2 gathers into the same
+        tensors, ZeRO-1 writes to a flat copy, and a sampling reference model assigns its weights to `.data`.
         """
         if self.latest and any(map(is_shard, self.tensors().values())):
             return self.latest.version

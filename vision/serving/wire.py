@@ -34,7 +34,7 @@ SERVED: dict[str, ServedFamily] = {
     for model_type, family in import_module(module.name).FAMILIES.items()
 }
 FLOOR = -9999.0  # the server's value for a log-probability that is not finite
-FINAL_ONLY = 2  # output kind of vLLM without streaming, which would lose all but one of n answers
+FINAL_ONLY = 2  # vLLM's output kind without streaming (streaming loses all but one of n answers)
 RAW_VIEW = 3  # the extension type of bytes in vLLM's msgpack
 ECHO = "echo"  # local key: token ids that the reply must repeat, if they differ from the sent ones
 NEVER = -100.0  # bias that is added to the logits of placeholders

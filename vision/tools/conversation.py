@@ -20,7 +20,7 @@ from mmrl.vision.tools.pool import Replies
 from mmrl.vision.tools.replies import content_of
 
 CALL = "call"  # tag `finish` of a turn after which the conversation continues
-# The end of an error message of engines that branch conversations.
+# End of the error message of engines that branch conversations, for an engine with environments.
 INSTEAD = (
     "it takes the place of `vision.with_tools`, with the same `tool`; the state of an environment cannot be "
     "copied, so that conversations with environments cannot part"
@@ -36,19 +36,19 @@ class Conversation:
     read: EncodedPrompt  # encoded prompt of the next turn
     images: list[Media]  # images that tools may refer to, by index
     tools: Mapping[str, Tool]
-    turns: list[tuple[EncodedPrompt, Tensor]] = field(default_factory=list)  # (prompt, ids (t,)) per turn
+    turns: list[tuple[EncodedPrompt, Tensor]] = field(default_factory=list)  # (prompt when sampled, ids (t,))
     notes: list[Mapping[str, Tensor]] = field(default_factory=list)  # token values by name, (t,) per turn
     outcomes: list[Outcome] = field(default_factory=list)  # outcome of every turn
     messages: list[Message] = field(default_factory=list)  # turns of the model and replies to them
     temperature: float = 1.0
     shown: int = 0  # number of images and videos from tools
     finish: str = ""  # reason why the conversation ended
-    reads: list[EncodedPrompt] = field(default_factory=list)  # latest encoding of each turn's prompt
+    reads: list[EncodedPrompt] = field(default_factory=list)  # turn prompts without older images
     replies: list[Sequence[Message]] = field(default_factory=list)  # replies to every turn, with all media
     begins: list[int] = field(default_factory=lambda: [0])  # indices of turns with a rewritten prompt
-    recorded: list[dict[str, float]] = field(default_factory=list)  # named numbers per turn
+    recorded: list[dict[str, float]] = field(default_factory=list)  # values to record with each turn, by name
     first: int = 0  # index of the first turn; above 0 in later training rows of a conversation
-    past: list[Tensor] = field(default_factory=list)  # ids (t,) of the turns before the first
+    past: list[Tensor] = field(default_factory=list)  # ids (t,) of the turns before turn `first`
     collect: Callable[[], Replies] | None = None  # waits for the replies to pending calls
 
     @property

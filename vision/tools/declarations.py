@@ -142,6 +142,6 @@ def check_environment(target: Callable, name: str) -> None:
                 f"the environment '{name}' cannot be made without `{parameter}`; give it a default, or make "
                 "it a keyword-only option of the run"
             )
-    unmade = target.__new__(target)  # not initialised; its methods have no argument `self`
+    unmade = target.__new__(target)  # uninitialised object: only for signatures without `self`
     for method in tool_names(target):
         check_tool(getattr(unmade, method), f"{name}.{method}")

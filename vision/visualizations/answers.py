@@ -49,7 +49,7 @@ def film_strip(measured: Mapping[str, Measured], *, num: PositiveInt = 6, frames
             bars.append(_bar(name, [span] if span else [], duration, colour, f"no span in {text!r}"))
         query = html.escape(str(prompt.columns.get("query", prompt.text)))
         strips.append(
-            f"<figure><figcaption>{query}</figcaption><div class=film>"  # its bars are as wide as its frames
+            f"<figure><figcaption>{query}</figcaption><div class=film>"  # so bars are as wide as the frames
             f"<div class=frames>{images}</div>{''.join(bars)}</div>{_player(prompt)}</figure>"
         )
     return f"<h2>Held-out videos</h2><div class=rows>{''.join(strips)}</div>"

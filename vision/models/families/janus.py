@@ -28,7 +28,7 @@ def size(config: Any) -> tuple[int, int]:
 def encode(core: Any, values: Tensor) -> Tensor:
     """Quantise by cosine similarity to the codes, because the decoder reads normalised code vectors.
 
-    transformers 5.23 compares lengths, too; the model's own code normalises both sides.
+    transformers 5.23 compares vectors without normalisation; the authors' code normalises both sides.
     """
     latents = core.vqmodel.quant_conv(core.vqmodel.encoder(values))[0]
     codebook = normalize(core.vqmodel.quantize.embedding.weight, dim=-1)

@@ -13,9 +13,9 @@ class Llama4Core:
     """Llama 4 without its head (transformers has no such class). Other attributes come from `model`.
 
     Chunked attention sees only tokens of the same chunk of `attention_chunk_size` tokens. Layers without
-    rotary positions scale their queries from token `floor_scale` on, and wrongly take the index in the batch
-    for the position. Below both limits, all layers attend to all tokens, and all scales are 1. So longer
-    inputs are rejected and scales are switched off. Then padding and packed sequences are harmless.
+    rotary positions scale their queries from position `floor_scale` on, but transformers takes the index in
+    the padded sequence for the position. Below both limits, all layers attend to all tokens, and all scales
+    are 1. So longer inputs are rejected and scaling is switched off, which makes padding and packing safe.
 
     Args:
         model: A `Llama4ForConditionalGeneration`.

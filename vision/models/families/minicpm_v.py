@@ -58,7 +58,7 @@ def _number(processor: Any, ids: Tensor, text: str) -> tuple[str, dict[str, Any]
     return text, {"use_image_id": False}
 
 
-# In version 4.7, an image and its slices share one canvas of positions.
+# In version 4.7, an image and its slices share one grid of M-RoPE positions.
 FAMILIES = {
     name: VLMFamily(positions, count, prepare=rows_first, assemble=rows_last, number=_number)
     for name, positions in (("minicpmv4_6", linear), ("minicpmv4_7", get_rope_index))

@@ -11,7 +11,7 @@ def from_one(core: nn.Module, inputs: Inputs) -> Tensor:
     return linear(core, inputs) + 1
 
 
-# Template; the processor adds BOS after the images and a line feed after the text.
+# Used if the processor has no template; it adds BOS after the images and a line feed after the text.
 TEMPLATE = (
     "{% for m in messages %}{% for c in m['content'] if c['type'] == 'image' %}<image>{% endfor %}"
     "{% for c in m['content'] if c['type'] == 'text' %}{{ c['text'] }}{% endfor %}"

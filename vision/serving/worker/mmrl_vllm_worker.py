@@ -110,7 +110,7 @@ class Broadcast(base.WeightTransferEngine):
 def sets_pruning(load: Any) -> Any:
     """Make the model runner of a CPU server apply `--video-pruning-rate`, as the GPU runner does.
 
-    vLLM 0.32 and 0.33 do not, so the first image or video ends the engine.
+    The runners of vLLM 0.32 and 0.33 do not, so the first image or video would crash the server.
     """
 
     def load_model(runner: Any, *args: Any, **options: Any) -> None:
