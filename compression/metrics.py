@@ -82,7 +82,7 @@ NAMES = ("share", "index", "top1_std", "length_std")
 
 
 def measure(sources: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Compute the metrics from tokens and probabilities (N, T) per evaluation; NaN after an answer's end."""
+    """Compute the metrics from evaluations' tokens and probabilities (N, T), NaN after an answer's end."""
     sizes = [len(tokens) for tokens, _ in sources]
     tokens, chance = (cat_padded(each, NAN).split(sizes) for each in zip(*sources, strict=True))
     tokens, chance = torch.stack(tokens), torch.stack(chance)  # (evaluations, N, T)

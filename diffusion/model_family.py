@@ -116,7 +116,7 @@ class PipelineFamily(ABC):
         return ()
 
     def stages(self, config: Mapping[str, Any]) -> dict[str, float]:
-        """Map the network names of a pipeline to their lowest times, in order from noise to data."""
+        """Map each network's name to the lowest time at which it runs, in order from noise to data."""
         return {"transformer": 0.0}
 
     def passes(self, guidance: float) -> int:
@@ -277,7 +277,7 @@ def reading_words(pipe: Any, text: str) -> Iterator[str]:
         name: one.tokenizer if one.source is parts[name] else one.processor(parts[name])
         for name, one in plain.items()
     }
-    vars(pipe).update(twins)  # `__setattr__` would register them as components
+    vars(pipe).update(twins)  # not by `__setattr__`, which would register components
     try:
         yield marked
     finally:
@@ -336,7 +336,7 @@ def default_of(pipe: Any, option: str) -> Any:
 
 
 def check_size(height: int, width: int, multiple: int, most: int | None = None) -> None:
-    """Raise ValueError unless both sides are 1 to `most` (None: no limit) times `multiple` pixels."""
+    """Raise ValueError unless both sides are k * `multiple` pixels, 1 <= k <= `most` (None: no limit)."""
     limit = f" of at most {most * multiple}" if most else ""
     for side in (height, width):
         if side % multiple or side < multiple or (most and side > most * multiple):

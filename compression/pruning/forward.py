@@ -142,7 +142,7 @@ class PrunedForward:
         stay = pack_places(keep)
         after = self.call.stage(number, pick(stage.vis, stay).masked_fill(stay < 0, NO_TOKEN))
         match self.call.cache:
-            case PromptCache() as cache if not self.call.past:  # later layers will store fewer columns
+            case PromptCache() as cache if not self.call.past:  # later layers store fewer columns
                 cache.lay_out(reduction.layer, after.visual, after.seen)
         return after, pick(vis, stay), scores if scores is None else pick(scores, stay)
 

@@ -134,7 +134,7 @@ def vision_zip(
 def vision_zip_image(
     states: Tensor, seen: Tensor, keys: Tensor, dominant: int, contextual: int
 ) -> tuple[Tensor, Tensor]:
-    """Select patches of an image with states (n, width); return their mask (n,) and all merged states."""
+    """Select and merge n patches; return the mask (n,) of those that stay, and all states (n, width)."""
     n = len(states)
     stay = torch.zeros(n, dtype=torch.bool, device=states.device)
     stay[seen.topk(min(dominant, n)).indices] = True

@@ -79,7 +79,7 @@ class TransitionSteps:
         return replace(self, conditioning=conditioning, path=self.path[rows], at=at)
 
     def states(self, shift: int = 0) -> tuple[Tensor, Tensor]:
-        """Return latents (N, T, *L) and times (N, T), `shift` entries after each recorded step's start."""
+        """Return latents (N, T, *L) and times (N, T) before each recorded step; after it if `shift` is 1."""
         rows = torch.arange(len(self.at))[:, None]
         return self.path[rows, self.at + shift], self.times[self.at + shift]
 

@@ -27,7 +27,7 @@ class WanImageToVideo(Wan):
     """
 
     pipelines = frozenset({"WanImageToVideoPipeline"})
-    targets = ("add_k_proj", "add_v_proj", *Wan.targets)  # `add_*`: CLIP tokens in Wan 2.1
+    targets = ("add_k_proj", "add_v_proj", *Wan.targets)  # `add_*` project CLIP tokens (Wan 2.1)
     images = (1, 1)
 
     def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:

@@ -48,7 +48,7 @@ def turning_points(
         return table.after_first(reward[..., 1:])
 
     def change(after: Tensor, before: Tensor, both: Tensor) -> Tensor:
-        return torch.where(both, after - before, 0.0)  # 0 has no sign
+        return torch.where(both, after - before, 0.0)  # unknown: 0, which has no sign
 
     def sign(difference: Tensor) -> Tensor:
         return torch.where(difference.abs() <= atol, 0.0, difference.sign())
