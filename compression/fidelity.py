@@ -78,8 +78,7 @@ def measure(
         answer = torch.cat([token for _, token in steps], 1)
         cache = DynamicCache(config=tested.config)
         if make_cache is not None:
-            # The masks exclude the prompt's last token, which is not cached. Without placeholders, none is
-            # visual.
+            # The prompt's last token is not cached. Without placeholder ids, no token is visual.
             ids = inputs["input_ids"]
             real = inputs.get("attention_mask", torch.ones_like(ids))[:, :-1].bool()
             visual = torch.isin(ids[:, :-1], ids.new_tensor(placeholder_ids(tested.config))) & real

@@ -83,8 +83,7 @@ def initial_vectors(covariance: Tensor, num: int) -> Tensor:
     which, level = allocate_bits(variance, num)
     number = torch.zeros_like(variance, dtype=torch.int64).scatter_add_(-1, which, torch.ones_like(which))
     number, spread = number.gather(-1, which), variance.gather(-1, which).sqrt()
-    # 2^b levels span 2 * half in 2^b - 1 steps. A flip of the last sign moves x by one step, the sign before
-    # by two and so on: twice the vector's length.
+    # The 2^b levels split the range 2 * half into 2^b - 1 steps; sign k of b moves x by 2^(b - 1 - k) steps.
     length = variance.new_tensor(HALF)[number] * spread * 2.0 ** (number - 1 - level) / (2.0**number - 1)
     columns = basis.gather(-1, which[..., None, :].expand(*basis.shape[:-1], num))  # (..., D, num)
     return (columns * length[..., None, :]).mT.to(covariance.dtype)

@@ -73,8 +73,7 @@ def _onevision(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGri
 def _joined_tiles(core: nn.Module, side: int, size: list[int]) -> tuple[int, int]:
     """Return the grid (rows, columns) of the joined tiles of an image of `size` (height, width).
 
-    Calls the model's packing function with zeros as features and ones as newlines, so that the position of
-    the first 1 tells the length of a row.
+    Calls the model's packing function with zeros as features, ones as newlines: the first 1 ends a row.
     """
     from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
 

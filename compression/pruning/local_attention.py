@@ -41,8 +41,7 @@ def _window(rows: int, columns: int, radius: int, causal: bool) -> Tensor:
     near = ((qy - ky).abs() <= radius) & ((qx - kx).abs() <= radius) & (ky >= 0) & (ky < rows)
     if causal:
         near &= ky * columns + kx <= qy * columns + qx
-    # Padding queries of the last block attend to all keys, so that softmax is defined; the results are
-    # unused.
+    # Padding queries of the last block attend to all keys, so that softmax is defined; results are unused.
     return near | (qy >= rows)
 
 

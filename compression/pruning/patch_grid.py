@@ -28,8 +28,8 @@ class TokenLayout:
 
     `grids` maps a shape (h, w) to the flat indices `b * S + s` of the tokens in F such patch grids, (F, h *
     w), in reading order. `place` (3, B, S) holds the number of the grid, the row and the column of each
-    token; -1 for text. `tower` holds queries and keys of the vision tower, (images, 1 + patches, width):
-    those of the class token, then of the patches.
+    token; -1 for text. `tower` holds queries and keys of the vision tower: (images, class token + patches,
+    width).
     """
 
     visual: Tensor

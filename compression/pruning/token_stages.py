@@ -206,8 +206,7 @@ class ForwardCall:
             while len(self.cache.layers) <= self.layers + number:
                 self.cache.layers.append(DynamicLayer())
             record = self.cache.layers[self.layers + number]
-            # A cache layer stores `orig` as keys and `marks` as values of one head and one channel: (B, 1, C,
-            # 1).
+            # The cache stores `orig` as keys, `marks` as values of one head and channel: (B, 1, C, 1).
             orig, marks = (
                 x[:, 0, :, 0] for x in record.update(new[:, None, :, None], marks[:, None, :, None])
             )

@@ -54,7 +54,7 @@ def jpeg_kilobytes(image: Tensor) -> float:
 @reward(inputs=RewardInputs(VISUAL))
 @per_outcome
 def clipped_pixels(prompt: Prompt, outcome: Outcome) -> float:
-    """Fraction of the pixel values of an image or video that are 0 or 255, as a diagnostic with `weight: 0`.
+    """Fraction of the pixel values of an image or video that are 0 or 255; a metric with `weight: 0`.
 
     Images that are over-optimised for a reward are often too bright, too dark or too saturated, which raises
     this fraction. With weight 0 it is logged, but not added to the reward.

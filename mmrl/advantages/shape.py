@@ -82,8 +82,8 @@ def value_anchor(
 
     Args:
         of: Name of the label that holds Q, such as `value`, which `value_weights` adds.
-            k: Weight of Q.
-            steps: Number of steps, from the start of a row, to whose advantages k Q is added.
+        k: Weight of Q.
+        steps: Number of steps, from the start of a row, to whose advantages k Q is added.
     """
     if of not in table.scored:
         raise ValueError(

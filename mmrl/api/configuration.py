@@ -284,7 +284,7 @@ NO_LIMIT = 10_000  # of turns and images; TRL limits only tokens
 
 @dataclass(frozen=True)
 class Factory:
-    """An environment factory (class, function, name, or mapping with a name); `label` names its environment."""
+    """An environment factory (class, function, name, mapping with a name); `label` names its environment."""
 
     piece: Any
     label: str
