@@ -102,8 +102,8 @@ def recorded_answers(path: str, of: str) -> tuple[Mapping[tuple[str, int], int],
     """Read the answers of an evaluation; raise ConfigError where tokens or the reward were not recorded.
 
     Returns:
-        The row of every (uid, number of the answer), tokens (N, T), probabilities (N, T), both with NaN after
-        an answer's end, and rewards (N,).
+        A mapping from (uid, number of the answer) to the row of the answer; tokens and probabilities (N, T),
+            both with NaN after an answer's end; and rewards (N,).
     """
     columns = ["uid", "note/token", "note/logp", *([f"reward/{of}"] if of else [])]
     rows: list[Mapping[str, Any]] = [row.columns for row in Rows(Path(path), Path()).valid()]

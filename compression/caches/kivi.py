@@ -38,7 +38,7 @@ class KiviRecipe(Recipe):
         }
 
     def store(self, keys: Tensor, values: Tensor, layout: PromptLayout) -> Stored:
-        """Quantise old tokens of prompts (P, h, S, D) once for all rows; copy new tokens to each row."""
+        """Quantise old tokens of P prompts (P, h, S, D), shared by their answers; copy new tokens to each."""
         shared: tuple[list[Part], list[Part]] = [], []
         old, flat = layout.slots["keys"], layout.slots["keys"].flatten(1)
         if flat.shape[1]:

@@ -73,7 +73,7 @@ def score_tokens(
 
     The queries are the last `window` tokens after the last visual token, or the last tokens of the prompt if
     it ends with visual tokens (our reading). The scores of a key head are averaged over its query heads. The
-    density is the fraction of attended tokens with at least `threshold` times the largest weight.
+    density is the fraction of visible tokens with at least `threshold` times the largest weight.
     """
     _, heads, length, size = query.shape
     real, visual = real.to(query.device), visual.to(query.device)

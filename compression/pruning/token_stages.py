@@ -120,7 +120,7 @@ class TokenStage:
 
     @cached_property
     def runs(self) -> list[tuple[bool, slice, slice]] | None:
-        """Runs of text or visual tokens in the remaining sequence: (is visual, slice of tokens, columns).
+        """Runs of text or visual tokens, in sequence order: (is visual, slice of its tokens, of columns).
 
         None if the rows of the batch differ or have padding.
         """

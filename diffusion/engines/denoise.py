@@ -218,7 +218,7 @@ class Denoise:
 
     @torch.no_grad()
     def follow(self, plans: Sequence[DenoisingPlan]) -> Rollouts:
-        """Denoise by plans, in batches of equal size; returns one trajectory per plan, in order."""
+        """Denoise by plans, in batches of one latent size; returns one trajectory per plan, in order."""
         groups = places_by((plan.size, plan.first) for plan in plans)
         parts = [
             group[at : at + size]

@@ -12,7 +12,7 @@ from mmrl.config.registry import family
 from mmrl.diffusion.model_family import Condition, PipelineFamily, Request, check_fits, check_size, per_text
 from mmrl.diffusion.schedule import scheduled_times, size_shift
 
-MAX_TOKENS = 512  # limit of the pipeline
+MAX_TOKENS = 512  # maximum number of text tokens in the pipeline
 
 
 @family

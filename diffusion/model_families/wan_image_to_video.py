@@ -44,7 +44,7 @@ class WanImageToVideo(Wan):
     def encode(
         self, pipe: Any, requests: Sequence[Request], max_sequence_length: int
     ) -> list[dict[str, Tensor]]:
-        """Encode texts (tokens, D); images to latents (C, f or 1, h, w), and CLIP tokens (N, E)."""
+        """Encode texts to (tokens, D), and images to latents (C, f or 1, h, w) and CLIP tokens (N, E)."""
         conditions = super().encode(pipe, requests, max_sequence_length)
         for request, condition in zip(requests, conditions, strict=True):
             (image,) = map(to_pil, request.images)

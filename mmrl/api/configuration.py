@@ -279,7 +279,7 @@ def reward_piece(reward: Reward, names: dict[str, Any], kind: str = "reward") ->
 
 # ---- tools and environments
 
-NO_LIMIT = 10_000  # of turns and images; TRL limits only tokens
+NO_LIMIT = 10_000  # maximum number of turns and of images; TRL limits only tokens
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ class Recipe:
 class Elsewhere:
     """A reward that runs in Ray actors: everything that an actor needs to rebuild and call it."""
 
-    name: str  # for errors
+    name: str  # shown in errors
     piece: Piece
     policy: Piece | None  # policy of the run
     stream: Stream

@@ -143,7 +143,7 @@ class Config:
     report: Report = Report()
     max_steps: PositiveInt = 1000  # steps of the whole run
     num_train_epochs: NonNegativeFloat = 0.0  # passes over the data; above 0 it replaces `max_steps`
-    until: Annotated[Piece | None, Kind("stop_rule")] = None  # stops the run early by a metric
+    until: Annotated[Piece | None, Kind("stop_rule")] = None  # ends the run early, by a metric
     init_from: str = ""  # run or model folder of initial weights, not for the reference `frozen`
     init_references: bool = False  # whether `frozen` starts from `init_from`, not `policy.model`
     # State to restore from the checkpoint in `init_from`, besides the weights.
@@ -160,7 +160,7 @@ class Config:
     eval_on_start: bool = False  # evaluate before the first step too, if there is evaluation data
     ddp_timeout: Annotated[float, Range(1)] = 1800.0  # seconds a process waits for another before all fail
     seed: int = 0  # seed of all random streams
-    stage: NonNegativeInt = 0  # number of the stage; changes the draws of training, not of evaluation
+    stage: NonNegativeInt = 0  # number of the stage; changes random numbers of training, not of evaluation
     imports: tuple[str, ...] = ()  # modules to import first, which add model families, media or pieces
     output_dir: str = "runs/unnamed"  # folder for all files of the run
     overwrite_output_dir: bool = False  # delete an existing run in `output_dir`
