@@ -109,7 +109,7 @@ def attention_ratio(attention: LayerAttention, queries: str) -> Tensor:
 
 @torch.no_grad()
 def layer_importance(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Tensor:
-    """Compute KL(full || layer frozen for visual tokens) at the last position, mean over prompts: (L,)."""
+    """Compute KL(full || layer skips visual tokens) at the last position, averaged over prompts: (L,)."""
     layers = shape_of(model).layers
     total, rows = torch.zeros(layers, dtype=torch.float64), 0
     for inputs in batches:

@@ -110,7 +110,7 @@ def _put(network: nn.Module, config: Any) -> None:
     network.requires_grad_(False)
     vars(network).pop(BASE, None)  # drop the hash that an earlier adapter stored
     network.add_adapter(config)
-    keep_training_precision(network, now=True)  # now: float32 weights will be loaded
+    keep_training_precision(network, now=True)  # before float32 weights are loaded into it
 
 
 def save_lora(network: nn.Module, folder: Path) -> None:

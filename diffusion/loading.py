@@ -225,7 +225,7 @@ def _of_config(kind: Any, source: str, part: str, dtype: torch.dtype) -> nn.Modu
             with no_init_weights():  # initialisers may read data, which fake tensors lack
                 network = kind(config)
             network.tie_weights()  # normally done by the initialisation that is skipped
-            kept = kept if dtype == torch.float16 else ()  # as transformers, keep float32 for float16 only
+            kept = kept if dtype == torch.float16 else ()  # as in transformers, float32 for float16 only
     for name, weight in network.state_dict(keep_vars=True).items():
         if weight.is_floating_point() and not set(kept or ()) & set(name.split(".")):
             weight.data = weight.data.to(dtype)

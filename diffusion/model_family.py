@@ -286,7 +286,7 @@ def reading_words(pipe: Any, text: str) -> Iterator[str]:
 
 def check_fits(tokenizer: Any, text: str, limit: int, **options: Any) -> None:
     """Raise ValueError if a text has more than `limit` tokens; `options` are passed to the tokenizer."""
-    # Shortcut: most tokens cover at least one byte; 8 leaves room for special tokens.
+    # Skip the tokenizer if the text surely fits: tokens cover at least a byte; 8 are for special tokens.
     if text.isascii() and len(text) + 8 <= limit:
         return
     length = len(tokenizer(text, truncation=False, verbose=False, **options).input_ids)

@@ -37,7 +37,7 @@ class BinaryCodebookRecipe(SplitRecipe):
         return replace(self, layer=layer)
 
     def slots(self, visual: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
-        """Return positions in P prompts: tokens to store exactly (P, n) or encoded (P, 1, n); -1 pads."""
+        """Return positions (-1: padding) of tokens to store exactly (P, n), and to encode (P, 1, n)."""
         rank = real.cumsum(1) - 1
         coded = real & (rank >= self.first) & (rank < real.sum(1, keepdim=True) - self.newest)
         if self.visual:

@@ -24,7 +24,7 @@ class KiviRecipe(Recipe):
     codec: KiviCodec
 
     def slots(self, visual: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
-        """Return positions in P prompts: old keys in groups (P, E, g), new keys, values (P, n); -1 pads."""
+        """Return positions (-1: padding) of old keys in groups (P, E, g), and of other tokens (P, n)."""
         rank, length = real.cumsum(1) - 1, real.sum(1, keepdim=True)  # without padding
         residual = self.codec.residual_length
         # Quantise what decoding token by token would have: blocks of residual_length keys, single values.

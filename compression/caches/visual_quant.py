@@ -29,7 +29,7 @@ class VisualQuantRecipe(SplitRecipe):
     guard: bool
 
     def slots(self, visual: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
-        """Return positions in P prompts: text tokens (P, n), visual tokens in E groups (P, E, n); -1 pads."""
+        """Return positions (-1: padding) of text tokens (P, n), and of visual tokens in groups (P, E, n)."""
         group = None  # None: all visual tokens of a prompt are one group
         if self.per_image:
             # A group starts at each visual token after another kind of token; `pad` shifts right by one.

@@ -32,7 +32,7 @@ def _squares(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids
 
 
 def _qwen_vl(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids]:
-    """Return the grids of merged patches: one per image, and one per temporal patch of a video."""
+    """Return grids of merged patches (tokens): one per image, and one per temporal patch of a video."""
     merge, grids = core.config.vision_config.spatial_merge_size, {}
     for kind, token in (("image", core.config.image_token_id), ("video", core.config.video_token_id)):
         if (sizes := inputs.get(f"{kind}_grid_thw")) is not None:

@@ -160,7 +160,7 @@ class TokenStage:
 
     @cached_property
     def words(self) -> tuple[Tensor, Tensor]:
-        """Text columns before the last visual token (B, t), -1 pads; who attends to them (B, n_v, t) bool."""
+        """Columns (B, t) of text before the last visual token, padded with -1, and their mask (B, n_v, t)."""
         at = self.vis.clamp(min=0) + self.call.past
         last = at.masked_fill(self.vis < 0, -1).max(1).values
         columns = pack_places(~self.visual & self.seen & (self.orig < last[:, None]))

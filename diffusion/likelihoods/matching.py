@@ -40,9 +40,9 @@ class Matching:
 
     The error is the mean over dimensions of (v - (noise - x_0))^2, in float64. Times and noise are drawn once
     per training step. Discrete time types take times from the rollout's schedule. All rows of a training step
-    share discrete and `logit_normal` times (our reading of "of a micro-batch", so that the micro-batch size
-    does not matter); `uniform` times are stratified per row. If a cut between segments falls inside a latent
-    frame, the frame belongs to the segment of its centre (our reading).
+    share discrete and `logit_normal` times (published: all rows of a micro-batch; our reading makes results
+    independent of its size); `uniform` times are stratified per row. If a cut between segments falls inside a
+    latent frame, the frame belongs to the segment of its centre (our reading).
 
     Args:
         weighting: Function of error and time that gives minus the log-likelihood. `ghuber`, the default in

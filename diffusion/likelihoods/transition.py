@@ -29,7 +29,7 @@ class Transition:
         return len(row.at)
 
     def collate(self, rows: Sequence[FlowRow], uids: Sequence[str]) -> Steps:
-        """Batch rows; raises if schedules differ within a size, or recorded steps differ between rows."""
+        """Batch rows; raises if schedules differ within a size, or numbers of recorded steps between rows."""
         for row, uid in zip(rows, uids, strict=True):
             if row.solver is None or not len(row.at):
                 raise ValueError(

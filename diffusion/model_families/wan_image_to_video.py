@@ -109,5 +109,5 @@ class WanImageToVideo(Wan):
             return_dict=False,
         )[0]
         time = along(sigma, latents)
-        fixed = (latents[:, :, :1] - first) / time.where(time > 0, 1)  # at time 0 the latents equal `first`
+        fixed = (latents[:, :, :1] - first) / time.where(time > 0, 1)  # 0 at time 0: latents equal `first`
         return torch.cat([fixed.to(velocity), velocity[:, :, 1:]], 2)

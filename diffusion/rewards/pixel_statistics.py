@@ -73,9 +73,9 @@ def pairwise_diversity(
 ) -> list[float | None]:
     """Mean pixel distance of an image to the others of its prompt, in [0, 1]; a metric with `weight: 0`.
 
-    The distance is the root of the mean squared difference of pixels in [0, 1], after images were averaged
-    to `size` x `size` (our reading). Only images after equally many steps are compared; an image without
-    such others gets None. Videos are compared by `frames` frames, evenly from the first to the last.
+    The distance is the root of the mean squared difference of pixels in [0, 1], after images were averaged to
+    `size` x `size` (our reading). An image is compared only with images after as many denoising steps, and
+    gets None if there are none. Videos are compared by `frames` frames, evenly from the first to the last.
     """
     images = [
         even_frames(frames_of(prompt, outcome), frames)

@@ -86,7 +86,7 @@ def returns(table: RewardTable, *, gamma: Probability = 1.0, by: Tags = ()) -> R
         by: Tags that later outcomes must share, such as `role` for returns per player.
     """
     rewards = torch.where(table.valid, table.values, 0.0)
-    nothing = torch.zeros_like(rewards[..., 0]) if rewards.shape[2] else rewards.sum(-1)  # a 0 per row
+    nothing = torch.zeros_like(rewards[..., 0]) if rewards.shape[2] else rewards.sum(-1)  # 0: no later return
     alike = table.index(("row", *by)) if by else table.ids["row"]
     summed = []
     for place in reversed(range(rewards.shape[2])):

@@ -62,7 +62,7 @@ def turning_points(
     turning = agrees > 0
     turning[..., 1:] &= agrees[..., :-1] < 0  # the step before went against the trend
     if consistent:
-        turning &= sign(increment) * sign(remaining - increment) > 0  # the row goes on like the step
+        turning &= sign(increment) * sign(remaining - increment) > 0  # the later change has the same sign
     if only_rising:
         turning &= trend > atol
     if not first_step:
