@@ -103,7 +103,7 @@ def recorded_answers(path: str, of: str) -> tuple[Mapping[tuple[str, int], int],
 
     Returns:
         A mapping from (uid, number of the answer) to the row of the answer; tokens and probabilities (N, T),
-            both with NaN after an answer's end; and rewards (N,).
+        both with NaN after an answer's end; and rewards (N,).
     """
     columns = ["uid", "note/token", "note/logp", *([f"reward/{of}"] if of else [])]
     rows: list[Mapping[str, Any]] = [row.columns for row in Rows(Path(path), Path()).valid()]

@@ -33,12 +33,11 @@ class Ltx2(PipelineFamily):
     the sound belongs to the first segment. The sound is not decoded. Recorded videos are refused, because
     they are loaded without sound.
 
-    Video and sound have classifier-free guidance with the engine's scale. By default the pipeline also
-    guides away from predictions with skipped blocks (`stg_scale`) and without attention between video and
-    sound (`modality_scale`), rescales
-    (`guidance_rescale`), and has another scale for the sound. To compare, call the pipeline with
-    `stg_scale=0, modality_scale=1, guidance_rescale=0`, and the same for audio. The network is given a rate
-    of 24 frames per second.
+    Video and sound have classifier-free guidance with the engine's scale. By default the pipeline also guides
+    away from predictions with skipped blocks (`stg_scale`) and without attention between video and sound
+    (`modality_scale`), rescales (`guidance_rescale`), and has another scale for the sound. To compare, call
+    the pipeline with `stg_scale=0, modality_scale=1, guidance_rescale=0`, and the same for audio. The network
+    is given a rate of 24 frames per second.
     """
 
     pipelines = frozenset({"LTX2Pipeline"})

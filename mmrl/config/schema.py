@@ -145,7 +145,7 @@ class Config:
     num_train_epochs: NonNegativeFloat = 0.0  # passes over the data; above 0 it replaces `max_steps`
     until: Annotated[Piece | None, Kind("stop_rule")] = None  # ends the run early, by a metric
     init_from: str = ""  # run or model folder of initial weights, not for the reference `frozen`
-    init_references: bool = False  # whether `frozen` starts from `init_from`, not `policy.model`
+    init_references: bool = False  # whether the reference `frozen` starts from `init_from` too
     # State to restore from the checkpoint in `init_from`, besides the weights.
     carry: tuple[Literal["optimizer", "references", "sampler", "advantage"], ...] = ()
     save_steps: Steps = 100  # steps between checkpoints; below 1: fraction of the run; 0: only at its end
