@@ -78,7 +78,7 @@ def measure(
         answer = torch.cat([token for _, token in steps], 1)
         cache = DynamicCache(config=tested.config)
         if make_cache is not None:
-            # The masks leave out the last token of the prompt. Without placeholder ids, no token is visual.
+            # The prompt's last token is not cached. Without placeholder ids, no token is visual.
             ids = inputs["input_ids"]
             real = inputs.get("attention_mask", torch.ones_like(ids))[:, :-1].bool()
             visual = torch.isin(ids[:, :-1], ids.new_tensor(placeholder_ids(tested.config))) & real
@@ -101,7 +101,7 @@ def read_answer(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Read a prompt into a cache, then an answer (1, t) token by token; without `answer`, decode greedily.
 
-    Yields (logits (1, V), token (1, 1)) for one token after another, endlessly.
+    Yields (logits (1, V), token (1, 1)) for one token after another; the caller must stop the iteration.
     """
     inputs = dict(inputs)
     ids, positions = inputs.pop("input_ids"), inputs.pop("position_ids", None)

@@ -33,9 +33,9 @@ def make_plan(
     Returns lists for L layers. "heads" (L, H): ratio of attention to visual tokens over attention to other
     tokens, summed over all queries or only the last one (arXiv 2410.06169), averaged over batches.
     "ffn_units" (L, m): mean of |inner unit| over visual tokens, times the norm of its output weights (our
-    reading). "layers" (L,): KL between the distributions of the first answer token without and with the layer
-    frozen for visual tokens (ShortV, arXiv 2504.00502). Pass `position_ids` for videos of Qwen2-VL and
-    Qwen2.5-VL: transformers 5.3 to 5.23 computes wrong positions for text after a video.
+    reading). "layers" (L,): KL between the first answer token's distributions of the full model and of a
+    model whose layer skips visual tokens (ShortV, arXiv 2504.00502). Pass `position_ids` for videos of
+    Qwen2-VL and Qwen2.5-VL: transformers 5.3 to 5.23 computes wrong positions for text after a video.
     """
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
@@ -109,7 +109,7 @@ def attention_ratio(attention: LayerAttention, queries: str) -> Tensor:
 
 @torch.no_grad()
 def layer_importance(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Tensor:
-    """Compute KL(full || layer frozen for visual tokens) at the last position, mean over prompts: (L,)."""
+    """Compute KL(full || layer skips visual tokens) at the last position, averaged over prompts: (L,)."""
     layers = shape_of(model).layers
     total, rows = torch.zeros(layers, dtype=torch.float64), 0
     for inputs in batches:
@@ -126,7 +126,7 @@ def _last_logp(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     """Compute log-probabilities (B, V) after the last token of prompts that are padded on either side."""
     states, mask = _prefill(model, inputs), inputs.get("attention_mask")
     mask = torch.ones(states.shape[:2], device=states.device) if mask is None else mask
-    # Position of the last 1 in the mask: argmax of mask * position.
+    # Position of the last 1 in the mask, which is not the last position if padding is on the right.
     place = (mask.long() * torch.arange(states.shape[1], device=mask.device)).argmax(1, keepdim=True)
     logits = OutputHead(model)(pick(states, place)[:, 0])
     return logits.double().log_softmax(-1)

@@ -82,7 +82,7 @@ NAMES = ("share", "index", "top1_std", "length_std")
 
 
 def measure(sources: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Compute the metrics from tokens and probabilities (N, T) per evaluation; NaN after an answer's end."""
+    """Compute the metrics from evaluations' tokens and probabilities (N, T), NaN after an answer's end."""
     sizes = [len(tokens) for tokens, _ in sources]
     tokens, chance = (cat_padded(each, NAN).split(sizes) for each in zip(*sources, strict=True))
     tokens, chance = torch.stack(tokens), torch.stack(chance)  # (evaluations, N, T)
@@ -102,8 +102,8 @@ def recorded_answers(path: str, of: str) -> tuple[Mapping[tuple[str, int], int],
     """Read the answers of an evaluation; raise ConfigError where tokens or the reward were not recorded.
 
     Returns:
-        The row of every (uid, number of the answer), tokens (N, T), probabilities (N, T), both with NaN after
-        an answer's end, and rewards (N,).
+        A mapping from (uid, number of the answer) to the row of the answer; tokens and probabilities (N, T),
+        both with NaN after an answer's end; and rewards (N,).
     """
     columns = ["uid", "note/token", "note/logp", *([f"reward/{of}"] if of else [])]
     rows: list[Mapping[str, Any]] = [row.columns for row in Rows(Path(path), Path()).valid()]

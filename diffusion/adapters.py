@@ -98,7 +98,7 @@ def continue_lora(network: nn.Module, folder: Path, rank: int, alpha: float | No
             f"the adapter in '{folder}' is of another model: {len(foreign)} of its {len(owners)} modules are "
             f"not in {type(network).__name__}, the first is '{foreign[0]}'"
         )
-    if not named:  # target all blocks, to refuse a file that lacks some
+    if not named:  # expect LoRA in all blocks, to refuse a file that lacks some
         alike = lambda name: (NUMBER.sub("N", name), type(modules[name]))
         patterns = {alike(name) for name in owners}
         config.target_modules = {name for name in modules if alike(name) in patterns}
@@ -110,7 +110,7 @@ def _put(network: nn.Module, config: Any) -> None:
     network.requires_grad_(False)
     vars(network).pop(BASE, None)  # drop the hash that an earlier adapter stored
     network.add_adapter(config)
-    keep_training_precision(network, now=True)  # before saved float32 weights are loaded
+    keep_training_precision(network, now=True)  # before float32 weights are loaded into it
 
 
 def save_lora(network: nn.Module, folder: Path) -> None:
@@ -152,10 +152,11 @@ def load_lora(network: nn.Module, folder: Path) -> None:
 
 
 def read_lora(folder: Path) -> tuple[dict[str, Tensor], Any, bool, str]:
-    """Return an adapter's weights, its `LoraConfig`, whether the file holds this, and the base weights' hash.
+    """Return an adapter's weights, its `LoraConfig`, whether the file states it, and the base weights' hash.
 
-    Without settings in the header, every module is scaled by 1, as in diffusers. Raises `ValueError` unless
-    the file holds only LoRA weights of the network, with settings that can be trained further.
+    A file without settings in its header gets alpha = rank, a scale of 1, as in diffusers. Raises
+    `ValueError` unless the file holds only LoRA weights of the network, with settings that can be trained
+    further.
     """
     if not (file := folder / FILE).is_file():
         raise ConfigError(f"there is no adapter in '{folder}'; wanted the file '{FILE}'")

@@ -46,7 +46,7 @@ class EncodedPrompts:
         """Open the cache of a pipeline's encoded prompts in `folder`; None if `folder` is empty.
 
         Args:
-            folder: Any folder.
+            folder: Folder that can hold the caches of several pipelines.
             model: Hub id or folder of the pipeline.
             parts: Configuration of the pipeline (`model_index.json`).
             networks: Names of the generating networks, whose weights do not affect the encoding.

@@ -66,7 +66,7 @@ ODE_STEPS = {"euler": euler_step, "heun": heun_step}
 class Gaussian:
     """Gaussian distribution of the next latents in a stochastic step: `mean` (B, *L), `std` (B,).
 
-    If not `normalized`, the log-density is minus the squared distance to the mean, unscaled.
+    If not `normalized`, the log-density is minus the squared distance to the mean, without the variance.
     """
 
     mean: Tensor

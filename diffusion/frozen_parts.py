@@ -46,7 +46,7 @@ class FrozenParts:
         for name, part in pipe.components.items():
             if isinstance(part, nn.Module) and (group := group_of(name, networks)):
                 self.groups[group].append(name)
-        self._visiting = dict.fromkeys(self.offload, torch.device("meta"))  # maps a group to its device
+        self._visiting = dict.fromkeys(self.offload, torch.device("meta"))  # where groups off the CPU are
         self.make_room()
 
     def on(self, device: torch.device, *groups: Group) -> None:

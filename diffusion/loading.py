@@ -45,7 +45,7 @@ def load_pipeline(
         name: Hub id, folder or registered object.
         dtype: Name of the dtype of the weights.
         on_cpu: Maps a component name to whether its network is loaded into CPU memory, not onto the device.
-        later: Maps a component name to whether its network gets fake weights now, to be read by `load_part`.
+        later: Maps a component name to whether its network gets fake weights, until `load_part` loads it.
         bits: Bits per weight in the blocks of text encoders, 4 or 8; None: as `dtype`.
     """
     if objects.is_object(name):
@@ -225,7 +225,7 @@ def _of_config(kind: Any, source: str, part: str, dtype: torch.dtype) -> nn.Modu
             with no_init_weights():  # initialisers may read data, which fake tensors lack
                 network = kind(config)
             network.tie_weights()  # normally done by the initialisation that is skipped
-            kept = kept if dtype == torch.float16 else ()  # transformers keeps them in float32 only then
+            kept = kept if dtype == torch.float16 else ()  # as in transformers, float32 for float16 only
     for name, weight in network.state_dict(keep_vars=True).items():
         if weight.is_floating_point() and not set(kept or ()) & set(name.split(".")):
             weight.data = weight.data.to(dtype)
@@ -242,7 +242,7 @@ def modules_of(pipe: Any, but: Collection[str] = ()) -> Iterator[nn.Module]:
 
 def load_network(network: nn.Module, folder: Path, name: str = "transformer") -> None:
     """Load the weights of the network `name` from the folder of a saved pipeline, bit for bit."""
-    # Read in float32, the dtype of trained weights, which represents all others exactly.
+    # Read in the widest dtype of the network and the file, so that no weight is rounded.
     with _explained(f"the pipeline in '{folder}'"):
         widest = widest_dtype(network, folder / name)
         saved = load_whole(type(network), folder, subfolder=name, dtype=widest)

@@ -32,7 +32,8 @@ def paths(config: Config, policy: FlowPolicy, prompts: Sequence[Prompt]) -> Mapp
     """Estimate bytes by phase: encoders, autoencoder, latents of a step's rollouts, network passes.
 
     All rows are assumed to have the largest size of `prompts`. An offloaded component counts only in the
-    phase that uses it, `encoding` or `decoding`. Text encoders do not count if `prompts` are encoded on disk.
+    phase that uses it, `encoding` or `decoding`. Text encoders do not count if the disk cache has all
+    `prompts`.
     """
     if not hasattr(policy, "pipe"):  # not a pipeline, but a model that writes image tokens
         return {}
@@ -152,7 +153,7 @@ def _velocity(policy: FlowPolicy, conditioning: Conditioning, shape: tuple[int, 
 
 @torch.no_grad()
 def sampling_bytes(policy: FlowPolicy, conditioning: Conditioning, shape: tuple[int, ...], rows: int) -> int:
-    """Measure the peak memory of one velocity without gradients, as in sampling."""
+    """Measure the peak memory of one velocity prediction without gradients, as in sampling."""
     with Allocations() as counted:
         _velocity(policy, conditioning, shape, rows)
     return counted.peak

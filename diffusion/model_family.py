@@ -116,7 +116,7 @@ class PipelineFamily(ABC):
         return ()
 
     def stages(self, config: Mapping[str, Any]) -> dict[str, float]:
-        """Map the network names of a pipeline to their lowest times, in order from noise to data."""
+        """Map each network's name to the lowest time at which it runs, in order from noise to data."""
         return {"transformer": 0.0}
 
     def passes(self, guidance: float) -> int:
@@ -277,7 +277,7 @@ def reading_words(pipe: Any, text: str) -> Iterator[str]:
         name: one.tokenizer if one.source is parts[name] else one.processor(parts[name])
         for name, one in plain.items()
     }
-    vars(pipe).update(twins)  # `__setattr__` would register them as components
+    vars(pipe).update(twins)  # not by `__setattr__`, which would register components
     try:
         yield marked
     finally:
@@ -286,7 +286,7 @@ def reading_words(pipe: Any, text: str) -> Iterator[str]:
 
 def check_fits(tokenizer: Any, text: str, limit: int, **options: Any) -> None:
     """Raise ValueError if a text has more than `limit` tokens; `options` are passed to the tokenizer."""
-    # Shortcut: most tokens cover at least one byte; 8 leaves room for special tokens.
+    # Skip the tokenizer if the text surely fits: tokens cover at least a byte; 8 are for special tokens.
     if text.isascii() and len(text) + 8 <= limit:
         return
     length = len(tokenizer(text, truncation=False, verbose=False, **options).input_ids)
@@ -336,7 +336,7 @@ def default_of(pipe: Any, option: str) -> Any:
 
 
 def check_size(height: int, width: int, multiple: int, most: int | None = None) -> None:
-    """Raise ValueError unless both sides are 1 to `most` (None: no limit) times `multiple` pixels."""
+    """Raise ValueError unless both sides are k * `multiple` pixels, 1 <= k <= `most` (None: no limit)."""
     limit = f" of at most {most * multiple}" if most else ""
     for side in (height, width):
         if side % multiple or side < multiple or (most and side > most * multiple):

@@ -128,7 +128,7 @@ def load_pretrained(reward: str, kind: type, name: str) -> nn.Module:
 
 
 def shared_model(reward: str, device: str, make: Callable[[], nn.Module], *key: str) -> nn.Module:
-    """Return the frozen model of a key on a device, created once for training and evaluation.
+    """Return the frozen model for `key` and `device`; `make` is called once for all rewards that share it.
 
     The device `auto` is the current GPU, or else the CPU.
     """

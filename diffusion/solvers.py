@@ -30,8 +30,9 @@ def flow_sde(
 
     The noise per square root of time is s_t = noise_level sqrt(t / (1 - t)). At t = 1 this is infinite, so
     1 - t is replaced by 1 minus the schedule's `second` time. The first step then has the standard deviation
-    `noise_level`. Near t = 1 the noise grows as fast as the steps shrink. There the mean is exact, but the
-    variance is up to a tenth too large at noise level 0.7; this error fades towards the data.
+    `noise_level`. Near t = 1, s_t^2 grows as fast as the steps shrink, so more steps do not remove the
+    discretisation error: the latents there have the flow's mean, but at noise level 0.7 a variance that is up
+    to a tenth too large. This error fades towards the data.
     """
     dt = following - time
     scale = noise_level * (time / (1 - torch.where(time == 1, second, time))).sqrt()  # s_t

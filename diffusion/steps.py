@@ -121,7 +121,7 @@ class SizedSteps:
         return parts[0] if len(held) == 1 else SizedSteps(parts, *renumbered(self.buckets[rows]))
 
     def join(self, outputs: Sequence[StepOutput]) -> StepOutput:
-        """Join outputs that were computed for each latent size apart, in the order of rows.
+        """Join the outputs of `parts`, one for each latent size, to outputs in the order of the rows.
 
         Raises `ValueError` for outputs with the shape of latents, because these differ in size.
         """

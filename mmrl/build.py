@@ -181,8 +181,9 @@ def check(config: Config) -> Pieces:
 def check_data(config: Config | EvaluateConfig) -> list[str]:
     """Read the data of a run or an evaluation and build its samplers, without loading weights.
 
-    Returns sentences about the form of targets, and about rows whose own target does not get the full reward.
-    Raises `ConfigError` if a run would fail: no prompts, missing columns, or too many such rows.
+    Returns warnings as sentences: which form of targets was inferred, and how many rows' own targets do not
+    get the full reward as answers. Raises `ConfigError` if a run would fail: no prompts, missing columns, or
+    too many such rows.
     """
     read = {"evaluation.data": held_out(config)} if config.evaluation.data else {}
     if isinstance(config, Config):
@@ -205,7 +206,7 @@ def check_rewards(
     evaluates: bool = False,
     form: FormOfData | None = None,
 ) -> list[str]:
-    """Check that training or evaluation prompts have the rewards' inputs, and targets earn full marks."""
+    """Check that prompts (or `sample` of them) have the rewards' inputs, and that targets earn full marks."""
     own = "evaluation.rewards" if config.evaluation.rewards else "rewards"
     trains = isinstance(config, Config) and not evaluates
     rewards = config.rewards if trains else evaluation_of(config).evaluation.rewards
@@ -285,7 +286,7 @@ def make_evaluator(
         correct=wanted.correct,
         unreadable=Unreadable(drops(wanted.data), "evaluation.data"),
     )
-    evaluator.noted = pieces.notes("metric")  # after all pieces are built
+    evaluator.noted = pieces.notes("metric")  # known once all pieces are built
     return evaluator
 
 

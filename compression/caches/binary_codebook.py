@@ -37,13 +37,13 @@ class BinaryCodebookRecipe(SplitRecipe):
         return replace(self, layer=layer)
 
     def slots(self, visual: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
-        """Return positions of the tokens of P prompts: exact tokens (P, n), and one coded group (P, 1, n)."""
+        """Return positions (-1: padding) of tokens to store exactly (P, n), and to encode (P, 1, n)."""
         rank = real.cumsum(1) - 1
         coded = real & (rank >= self.first) & (rank < real.sum(1, keepdim=True) - self.newest)
         if self.visual:
             coded &= visual
         if self.codebooks is None:
-            # If there are fewer tokens than channels, the codebook would be larger than the tokens.
+            # Encode only more tokens than channels: otherwise the codebook would be larger than the tokens.
             coded &= coded.sum(1, keepdim=True) > size
         return {"exact": group_slots(real & ~coded).flatten(1), "coded": group_slots(coded)}
 
@@ -88,7 +88,7 @@ def binary_codebook(
             vectors per channel. Default: 2.
         value_nbits: Bits per element of the values; by default `nbits`.
         of: Tokens to quantise. `prompt`: the whole prompt. `visual`: only its visual tokens.
-        codebook: File written by the builder `calibrate_codebook` for similar prompts; it sets the bits.
+        codebook: File of the builder `calibrate_codebook` for similar prompts; `nbits` is read from it.
         first: Number of exact tokens at the start of each row; they get most attention (arXiv 2401.18079).
         newest: Number of exact tokens at the end of each row.
         rounds: Number of alternations between fitting the vectors and choosing the bits.

@@ -24,10 +24,10 @@ class KiviRecipe(Recipe):
     codec: KiviCodec
 
     def slots(self, visual: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
-        """Return positions in P prompts: E groups of g old keys (P, E, g); other keys and values (P, n)."""
-        rank, length = real.cumsum(1) - 1, real.sum(1, keepdim=True)  # neither counts padding
+        """Return positions (-1: padding) of old keys in groups (P, E, g), and of other tokens (P, n)."""
+        rank, length = real.cumsum(1) - 1, real.sum(1, keepdim=True)  # without padding
         residual = self.codec.residual_length
-        # As if tokens came one by one: residual_length keys are quantised together, values one at a time.
+        # Quantise what decoding token by token would have: blocks of residual_length keys, single values.
         keys = real & (rank < length - length % residual)
         values = real & (rank < length - residual)
         return {
@@ -38,7 +38,7 @@ class KiviRecipe(Recipe):
         }
 
     def store(self, keys: Tensor, values: Tensor, layout: PromptLayout) -> Stored:
-        """Quantise old tokens of prompts (P, h, S, D) once for all rows; copy new tokens to each row."""
+        """Quantise old tokens of P prompts (P, h, S, D), shared by their answers; copy new tokens to each."""
         shared: tuple[list[Part], list[Part]] = [], []
         old, flat = layout.slots["keys"], layout.slots["keys"].flatten(1)
         if flat.shape[1]:
@@ -49,7 +49,7 @@ class KiviRecipe(Recipe):
         if old.shape[1]:
             codes = self.codec.code_values(collect(values, old), (old >= 0)[:, None, :, None])
             shared[1].append(Part(self.codec.value_block(codes), old, name="values"))
-        # The window of newest tokens differs between rows, so each row gets a copy of its prompt's tokens.
+        # The newest tokens will differ between answers, so the row of each answer gets its own copy of them.
         rows, new = layout.groups.owner.to(keys.device), []
         for name, x in (("new keys", keys), ("new values", values)):
             at = layout.slots[name]  # (P, n), -1 if a prompt has fewer new tokens

@@ -29,8 +29,8 @@ class VisualQuantRecipe(SplitRecipe):
     guard: bool
 
     def slots(self, visual: Tensor, real: Tensor, size: int) -> dict[str, Tensor]:
-        """Return positions of tokens in P prompts: text (P, n), and visual tokens in E groups (P, E, n)."""
-        group = None  # one group: all visual tokens of a prompt
+        """Return positions (-1: padding) of text tokens (P, n), and of visual tokens in groups (P, E, n)."""
+        group = None  # None: all visual tokens of a prompt are one group
         if self.per_image:
             # A group starts at each visual token after another kind of token; `pad` shifts right by one.
             group = ((visual & ~nn.functional.pad(visual, (1, -1))).cumsum(1) - 1).clamp(min=0)
@@ -53,7 +53,7 @@ class VisualQuantRecipe(SplitRecipe):
         return CodedBlock(codes, self.rotated)
 
     def calibrate(self, scores: Tensor, slots: Tensor) -> Tensor:
-        """Lower the largest attention scores of visual tokens (R, h, Q, n) by `score_drop`, if it is set."""
+        """Compress scores (R, h, Q, n) of queries and visual tokens; the largest falls by `score_drop`."""
         if not self.score_drop:
             return scores
         valid = per_head(slots >= 0)[:, :, None]  # (R, 1, 1, n)

@@ -28,7 +28,7 @@ class VLCacheRecipe(Recipe):
     threshold: float
     pool: int
     num_layers: int
-    # Layers with their scores (P, h, S) and density (P,), collected until the last layer is scored.
+    # Layers scored so far, with scores (P, h, S) and density (P,); all tokens are chosen after the last one.
     scored: list[tuple[QuantizedLayer, Tensor, Tensor]] = field(default_factory=list)
     chosen: Tensor | None = None  # (P, h, n) chosen slots of the layer that is stored next
     needs_queries = True
@@ -73,7 +73,7 @@ def score_tokens(
 
     The queries are the last `window` tokens after the last visual token, or the last tokens of the prompt if
     it ends with visual tokens (our reading). The scores of a key head are averaged over its query heads. The
-    density is the fraction of attended tokens with at least `threshold` times the largest weight.
+    density is the fraction of visible tokens with at least `threshold` times the largest weight.
     """
     _, heads, length, size = query.shape
     real, visual = real.to(query.device), visual.to(query.device)
@@ -86,7 +86,7 @@ def score_tokens(
     index = slots.clamp(min=0)
     picked = query.gather(2, index[:, None, :, None].expand(-1, heads, -1, size))
     exact = torch.float64 if query.dtype == torch.float64 else torch.float32
-    # (P, h, r * w, D), multiplied with the keys, then (P, h, r, w, S): r query heads read one key head
+    # r query heads share a key head: queries (P, h, r * w, D) @ keys (P, h, D, S) -> (P, h, r, w, S)
     grouped = picked.to(exact).unflatten(1, (keys.shape[1], -1)).flatten(2, 3) * scaling
     logits = (grouped @ keys.to(exact).mT).unflatten(2, (-1, index.shape[1]))
     seen = (real[:, None, :] & (at <= index[:, :, None])) & (slots >= 0)[:, :, None]
@@ -101,10 +101,10 @@ def score_tokens(
 
 
 def choose(scores: Tensor, real: Tensor, share: Tensor, recent: float) -> Tensor:
-    """Choose fractions (P,) of tokens by scores (P, h, S); return their slots (P, h, n), padded with -1.
+    """Choose the fraction `share` (P,) of each prompt's tokens; return their slots (P, h, n), padded with -1.
 
     The fraction `recent` of a prompt's budget goes to its newest tokens, the rest to the tokens with the
-    highest scores. Among equal scores the newer token is chosen.
+    highest `scores` (P, h, S). Among equal scores the newer token is chosen.
     """
     real = real.to(scores.device)
     length = real.sum(1)

@@ -1,11 +1,11 @@
 """Binary codebooks: tokens as sums of codebook vectors, one bit per vector (experimental, our method).
 
-A token of D channels is x = low + bits @ vectors with m vectors. It takes m / D bits per element, in any
-fraction. Vectors start from the principal components (Karhunen-Loeve transform), with bits allocated by
-reverse water-filling (textbook transform coding). Then vectors and bits are fitted alternately, so that
-vectors need not stay orthogonal. This is additive quantization (Babenko and Lempitsky, CVPR 2014) with
-codebooks of two entries; the sweep over single bits is ours. Fitting uses signs s = 2 * bits - 1 and halved
-vectors, and subtracts the mean of the tokens first.
+A token of D channels is x = low + bits @ vectors with m vectors. It takes m / D bits per element, not
+necessarily a whole number. Vectors start from the principal components (Karhunen-Loeve transform), with bits
+allocated by reverse water-filling (textbook transform coding). Then vectors and bits are fitted alternately,
+so that vectors need not stay orthogonal. This is additive quantization (Babenko and Lempitsky, CVPR 2014)
+with codebooks of two entries; the sweep over single bits is ours. Fitting uses signs s = 2 * bits - 1 and
+halved vectors, and subtracts the mean of the tokens first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mmrl.kv_cache.quantization import Codes, dequantize, pack, quantize, unpack
 ERROR = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.00104, 0.0003035, 0.0000869)
 HALF = (0.0, 0.798, 1.494, 2.051, 2.514, 2.915, 3.276, 3.613, 3.927)
 MAX_BITS = len(ERROR) - 1  # maximum number of bits per component
-MIN_VARIANCE = 1e-10  # components with less of the largest variance get no bits
+MIN_VARIANCE = 1e-10  # components below this fraction of the largest variance get no bits
 RIDGE = 1e-3  # ridge of least squares, per token, in case two vectors always have equal signs
 
 
@@ -75,14 +75,15 @@ def allocate_bits(variance: Tensor, num: int) -> tuple[Tensor, Tensor]:
 def initial_vectors(covariance: Tensor, num: int) -> Tensor:
     """Create vectors (..., num, D) for signs from the principal components of a covariance (..., D, D).
 
-    The signs of a component with b bits contribute 1/2, 1/4 and so on of the range of its levels.
+    A component with b bits gets b vectors along its axis, each half as long as the one before. Their signed
+    sums are the 2^b levels of an optimal uniform quantiser.
     """
     variance, basis = torch.linalg.eigh(covariance.double())
     variance = variance.masked_fill(variance < MIN_VARIANCE * variance.amax(-1, keepdim=True), 0)
     which, level = allocate_bits(variance, num)
     number = torch.zeros_like(variance, dtype=torch.int64).scatter_add_(-1, which, torch.ones_like(which))
     number, spread = number.gather(-1, which), variance.gather(-1, which).sqrt()
-    # 2^b levels span 2 * half in 2^b - 1 steps: the last sign moves by one step, each earlier by twice that.
+    # The 2^b levels split the range 2 * half into 2^b - 1 steps; sign k of b moves x by 2^(b - 1 - k) steps.
     length = variance.new_tensor(HALF)[number] * spread * 2.0 ** (number - 1 - level) / (2.0**number - 1)
     columns = basis.gather(-1, which[..., None, :].expand(*basis.shape[:-1], num))  # (..., D, num)
     return (columns * length[..., None, :]).mT.to(covariance.dtype)
@@ -145,7 +146,7 @@ def fit(
 
 
 def quantize_codebook(mean: Tensor, vectors: Tensor, dtype: torch.dtype) -> Codebook:
-    """Convert a mean and sign vectors to an 8-bit codebook for bits: bit 1 adds twice a sign vector."""
+    """Convert mean and vectors v of a code of signs (+v or -v) to an 8-bit codebook of bits (0 or 2 v)."""
     codes = quantize((2 * vectors).to(dtype), 8, channels=vectors.shape[-1])
     low = mean - dequantize(codes).to(mean.dtype).sum(-2, keepdim=True) / 2
     return Codebook(low.to(dtype), codes)

@@ -136,7 +136,7 @@ def scale_metric(moments: Tensor) -> Tensor:
 def margin_gradients(
     model: nn.Module, inputs: Inputs, num: int, generator: torch.Generator | None
 ) -> dict[str, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
-    """Return the "keys" and "values" of a prompt in all layers, with gradients of the logit margin."""
+    """Return, for "keys" and "values", a prompt's tensors of all layers and the gradients of its margins."""
     from transformers import DynamicCache
 
     # A single prompt without padding needs no mask: `read_answer` uses a mask of ones.

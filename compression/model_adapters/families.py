@@ -32,7 +32,7 @@ def _squares(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids
 
 
 def _qwen_vl(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids]:
-    """Return the grids of merged patches: one per image, and one per temporal patch of a video."""
+    """Return grids of merged patches (tokens): one per image, and one per temporal patch of a video."""
     merge, grids = core.config.vision_config.spatial_merge_size, {}
     for kind, token in (("image", core.config.image_token_id), ("video", core.config.video_token_id)):
         if (sizes := inputs.get(f"{kind}_grid_thw")) is not None:
@@ -41,9 +41,10 @@ def _qwen_vl(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids
 
 
 def _onevision(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGrids]:
-    """Return LLaVA-OneVision's grids: an image's, then its joined tiles'; video frames have half the side.
+    """Return LLaVA-OneVision's grids: per image the whole image, then its joined tiles; per video each frame.
 
-    The last column of the tiles' grid holds the newline features. A video ends with a 1 x 1 newline grid.
+    The last column of the tiles' grid holds the newline features. A frame's grid has half the side of an
+    image grid (rounded up), and a video ends with a newline, a 1 x 1 grid.
     """
     config, grids = core.config, {}
     side = config.vision_config.image_size // config.vision_config.patch_size
@@ -72,7 +73,7 @@ def _onevision(core: nn.Module, inputs: Mapping[str, Any]) -> dict[int, PatchGri
 def _joined_tiles(core: nn.Module, side: int, size: list[int]) -> tuple[int, int]:
     """Return the grid (rows, columns) of the joined tiles of an image of `size` (height, width).
 
-    Calls the model's packing function with zeros as features and ones as newlines: the first 1 ends a row.
+    Calls the model's packing function with zeros as features, ones as newlines: the first 1 ends a row.
     """
     from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
 

@@ -63,7 +63,7 @@ class LayerAttention:
         stage, kept, lost, vis = self.stage, self.split.kept, self.split.lost, None
         if not torch.is_tensor(self.k):
             return self._attend_quantised_cache(), None
-        # There are no visual queries without visual tokens, in frozen layers, and if no head is kept.
+        # `rows` has no queries if there are no visual tokens, if the layer is frozen, or if no head is kept.
         if self.rows is None or self.rows[0] is None:
             if not lost or not stage.any_visual:
                 return self._attend_text(None), None

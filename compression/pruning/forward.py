@@ -142,7 +142,7 @@ class PrunedForward:
         stay = pack_places(keep)
         after = self.call.stage(number, pick(stage.vis, stay).masked_fill(stay < 0, NO_TOKEN))
         match self.call.cache:
-            case PromptCache() as cache if not self.call.past:  # later layers will store fewer columns
+            case PromptCache() as cache if not self.call.past:  # later layers store fewer columns
                 cache.lay_out(reduction.layer, after.visual, after.seen)
         return after, pick(vis, stay), scores if scores is None else pick(scores, stay)
 
@@ -190,7 +190,7 @@ class PrunedForward:
     def _attention(
         self, i: int, block: nn.Module, stage: TokenStage, text: Tensor, vis: Tensor
     ) -> LayerAttention:
-        """Project text and visual tokens to queries, keys and values; append the last two to the cache."""
+        """Project text and visual tokens to queries, keys and values; append keys and values to the cache."""
         attn, shape, cache = block.self_attn, self.shape, self.call.cache
         split = split_heads(self.pruning.heads_of(i), shape.heads, shape.kv_heads)
         q, k, v = self.adapter.project(attn, block.input_layernorm(text))

@@ -41,7 +41,7 @@ def _window(rows: int, columns: int, radius: int, causal: bool) -> Tensor:
     near = ((qy - ky).abs() <= radius) & ((qx - kx).abs() <= radius) & (ky >= 0) & (ky < rows)
     if causal:
         near &= ky * columns + kx <= qy * columns + qx
-    # Padding queries of the last block attend to all keys, so that softmax is defined; they are cut off.
+    # Padding queries of the last block attend to all keys, so that softmax is defined; results are unused.
     return near | (qy >= rows)
 
 
@@ -70,7 +70,7 @@ def attend_near(
 
 
 def _grid_rows(stage: TokenStage) -> list[tuple[tuple[int, int], Tensor, bool]]:
-    """List (shape, flat token indices (F, h * w), whether all tokens are in order) for each grid shape."""
+    """List (shape, flat token indices (F, h * w), whether these are all tokens in order) per grid shape."""
     batch, n = stage.vis.shape
     every = torch.arange(batch * n, device=stage.vis.device)
     place = (stage.inverse(stage.vis) + every[::n, None]).flatten()

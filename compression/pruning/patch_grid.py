@@ -28,7 +28,8 @@ class TokenLayout:
 
     `grids` maps a shape (h, w) to the flat indices `b * S + s` of the tokens in F such patch grids, (F, h *
     w), in reading order. `place` (3, B, S) holds the number of the grid, the row and the column of each
-    token; -1 for text. `tower` holds queries and keys of the vision tower, (images, 1 + patches, width).
+    token; -1 for text. `tower` holds queries and keys of the vision tower: (images, class token + patches,
+    width).
     """
 
     visual: Tensor
@@ -93,7 +94,7 @@ def forward_features(core: nn.Module, kind: str, method: Callable, *args: Any, *
     finally:
         for hook in hooks:
             hook.remove()
-    if torch.is_tensor(out.pooler_output):  # not a list of features: the tensor's shape gives the grids
+    if torch.is_tensor(out.pooler_output):  # one tensor, not a list: its shape tells the grids
         return out
     grids = iter(())
     if adapter.grids_need_media:
@@ -110,7 +111,7 @@ def forward_features(core: nn.Module, kind: str, method: Callable, *args: Any, *
 
 
 def encode_ahead(core: nn.Module, inputs: dict[str, Any]) -> None:
-    """Encode images before the forward pass, as `generate` does; features then carry vision-tower states."""
+    """Encode images before the forward pass, as `generate` does, so that it gets the tower's states, too."""
     if inputs.get("pixel_values") is None:
         return
     wanted = inspect.signature(core.get_image_features).parameters

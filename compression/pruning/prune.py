@@ -41,7 +41,7 @@ def prune(
     adapter_of(model.base_model)  # raises an error for families without an adapter
     view = record_transform(share_weights(model), model, name, options)
     core, text = view.base_model, view.base_model.get_decoder()
-    # Before the same layer, reductions that choose tokens come before the removal of all tokens.
+    # If reductions have the same layer, choose tokens first and remove all tokens last, so that both can run.
     order = lambda reduction: (reduction.layer, reduction.choose is None)
     reductions = tuple(sorted((*before.reductions, *reductions), key=order))
     vars(core)[PRUNING] = replace(before, reductions=reductions, **changes)
@@ -83,7 +83,7 @@ def share_weights(module: nn.Module, swap: Mapping[int, nn.Module] | None = None
 
 
 class BoundFunction:
-    """A partial function whose module arguments are replaced when the module that has it is copied.
+    """A partial function kept by a module; a copy of the module binds it to copies of its module arguments.
 
     Works for `copy.deepcopy` and for `share_weights`.
     """

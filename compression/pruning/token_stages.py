@@ -1,4 +1,4 @@
-"""Stages: groups of layers between two token reductions, with equal queries (rows) and keys (columns).
+"""Stages: the layers between two token reductions, which have the same queries (rows) and keys (columns).
 
 All layers of a stage have the same visual tokens, and thus the same columns in their cache layers. The
 position and kind of every column are stored in extra layers at the end of the same cache. So operations on
@@ -95,7 +95,7 @@ class TokenStage:
         return same_shape and bool((self.text == self.cols).all())
 
     def inverse(self, index: Tensor) -> Tensor:
-        """Invert `index` (B, n): return the position of each token of this call in `index`, (B, S), or 0."""
+        """Invert `index` (B, n): return the position of each of S tokens in it, (B, S); 0 if absent."""
         size = self.call.layout.visual.shape[1]
         order = torch.arange(index.shape[1], device=index.device).expand_as(index)
         # The additional last entry receives the values of padding (-1).
@@ -120,7 +120,7 @@ class TokenStage:
 
     @cached_property
     def runs(self) -> list[tuple[bool, slice, slice]] | None:
-        """Runs of text or visual tokens in the remaining sequence: (is visual, slice of tokens, columns).
+        """Runs of text or visual tokens, in sequence order: (is visual, slice of its tokens, of columns).
 
         None if the rows of the batch differ or have padding.
         """
@@ -160,7 +160,7 @@ class TokenStage:
 
     @cached_property
     def words(self) -> tuple[Tensor, Tensor]:
-        """Indices (B, t) of text keys before visual tokens, padded with -1, and their mask (B, n_v, t)."""
+        """Columns (B, t) of text before the last visual token, padded with -1, and their mask (B, n_v, t)."""
         at = self.vis.clamp(min=0) + self.call.past
         last = at.masked_fill(self.vis < 0, -1).max(1).values
         columns = pack_places(~self.visual & self.seen & (self.orig < last[:, None]))
@@ -206,7 +206,7 @@ class ForwardCall:
             while len(self.cache.layers) <= self.layers + number:
                 self.cache.layers.append(DynamicLayer())
             record = self.cache.layers[self.layers + number]
-            # Stored as keys and values with one head and one channel: (B, 1, C, 1).
+            # The cache stores `orig` as keys, `marks` as values of one head and channel: (B, 1, C, 1).
             orig, marks = (
                 x[:, 0, :, 0] for x in record.update(new[:, None, :, None], marks[:, None, :, None])
             )

@@ -134,7 +134,7 @@ def vision_zip(
 def vision_zip_image(
     states: Tensor, seen: Tensor, keys: Tensor, dominant: int, contextual: int
 ) -> tuple[Tensor, Tensor]:
-    """Select patches of an image with states (n, width); return their mask (n,) and all merged states."""
+    """Select and merge n patches; return the mask (n,) of those that stay, and all states (n, width)."""
     n = len(states)
     stay = torch.zeros(n, dtype=torch.bool, device=states.device)
     stay[seen.topk(min(dominant, n)).indices] = True
@@ -194,7 +194,7 @@ def tome(model: nn.Module, *, keep: Probability = 0.5, before: NonNegativeInt = 
 
     Uses bipartite soft matching on the hidden states before layer `before`, until the fraction `keep`
     remains. Means are weighted by the number of original tokens. A merged token has the position of one of
-    its tokens. Our reading: attention ignores the size of merged tokens, because keys are cached only once.
+    its tokens. Our reading: attention counts a merged token once, as the cache holds one key for it.
     """
 
     def choose(stage: TokenStage, vis: Tensor, scores: None) -> Chosen:

@@ -79,8 +79,8 @@ def sparse_visual_ffn(
 
     Args:
         keep: Fraction of the inner units to keep, in [0, 1].
-        plan: Path of an importance plan that ranks units (our reading, for use without fine-tuning). Every
-            call then copies the kept weights.
+        plan: Path of an importance plan that ranks units (our reading, for use without fine-tuning). The kept
+            units are then not contiguous, so every call copies their weights.
         ffn_units: Inner units to keep, listed per layer (`null`: all units of the layer), instead of `keep`.
     """
     shape = shape_of(model)

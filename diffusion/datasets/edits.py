@@ -66,8 +66,8 @@ def edits(
         columns: Maps `source`, `instruction`, `edited` and `mask` to the columns of the file.
         size: Size of results. `engine`: the engine's size. `source`: the engine's area in the aspect ratio of
             the first source image, rounded to a size that the model can generate. `row`: the row's `height`
-            and `width`, or as `source` if its `size` is "source". In public data sets, `height` and `width`
-            are often the size of the image.
+            and `width`, or as `source` if its `size` is "source"; not the default, because in many public
+            data sets they are the size of the source image.
         height: Height in pixels to which edited images are resized, after they are cropped around the centre
             to the aspect ratio of `height` and `width`.
         width: Width in pixels; 0 for both keeps the images' own sizes.

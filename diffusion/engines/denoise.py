@@ -39,9 +39,9 @@ CHOICES = {"stochastic": None, "window_size": 0, "window_start": None, "window_s
 class DenoisingPlan:
     """Size, schedule and all random choices for denoising one row.
 
-    `size` is the size of the result, `times` (S + 1,) the schedule of S steps. `start` (*L) is the initial
-    noise, or the latents at step `first`. `window` is the range [from, to) of the T stochastic steps, `noise`
-    (T, *L) is their noise, and `at` holds the indices of the recorded steps.
+    `size` is the size of the result, `times` (S + 1,) the schedule of S steps. `start` (*L, a latent's shape)
+    is the initial noise, or the latents at step `first`. `window` is the range [from, to) of the T stochastic
+    steps, `noise` (T, *L) is their noise, and `at` holds the indices of the recorded steps.
     """
 
     prompt: Prompt
@@ -218,7 +218,7 @@ class Denoise:
 
     @torch.no_grad()
     def follow(self, plans: Sequence[DenoisingPlan]) -> Rollouts:
-        """Denoise by plans, in batches of equal size; returns one trajectory per plan, in order."""
+        """Denoise by plans, in batches of one latent size; returns one trajectory per plan, in order."""
         groups = places_by((plan.size, plan.first) for plan in plans)
         parts = [
             group[at : at + size]

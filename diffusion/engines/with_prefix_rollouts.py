@@ -22,11 +22,12 @@ class WithPrefixRollouts:
     """Add an outcome for every prefix of the T stochastic steps, so that single steps can be credited.
 
     By default, prefixes of 0 .. T - 1 steps are completed by the deterministic solver with the row's guidance
-    and schedule (TP-GRPO, arXiv 2602.06422). With the row's own image, this gives T + 1 outcomes with ends
-    0 .. T. The prefix of 0 steps starts from the row's own noise, as in the definition (our reading: the
-    published code draws other noise). With `one_step`, the clean estimate after every step is decoded instead
-    (VGPO, arXiv 2512.12387), which gives T outcomes with ends 1 .. T; the last is the row's own image. The
-    unfinished prefixes of one size share network calls of at most `batch_size` rows (0: all).
+    and schedule (TP-GRPO, arXiv 2602.06422). With the row's own image, this gives T + 1 outcomes; their field
+    `end`, the number of stochastic steps taken, is 0 .. T. The prefix of 0 steps starts from the row's own
+    noise, as in the definition (our reading: the published code draws other noise). With `one_step`, the
+    clean estimate after every step is decoded instead (VGPO, arXiv 2512.12387), which gives T outcomes with
+    ends 1 .. T; the last is the row's own image. The unfinished prefixes of one size share network calls of
+    at most `batch_size` rows (0: all).
     """
 
     notes = frozenset()

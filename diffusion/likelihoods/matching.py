@@ -40,9 +40,9 @@ class Matching:
 
     The error is the mean over dimensions of (v - (noise - x_0))^2, in float64. Times and noise are drawn once
     per training step. Discrete time types take times from the rollout's schedule. All rows of a training step
-    share discrete and `logit_normal` times (our reading of "of a micro-batch", so that the micro-batch size
-    does not matter); `uniform` times are stratified per row. If a cut between segments falls inside a latent
-    frame, the frame belongs to the segment of its centre (our reading).
+    share discrete and `logit_normal` times (published: all rows of a micro-batch; our reading makes results
+    independent of its size); `uniform` times are stratified per row. If a cut between segments falls inside a
+    latent frame, the frame belongs to the segment of its centre (our reading).
 
     Args:
         weighting: Function of error and time that gives minus the log-likelihood. `ghuber`, the default in
@@ -55,8 +55,8 @@ class Matching:
         lowest: Lower end of `uniform` times, before the shift.
         shared_noise: Share times and noise within a group (Diffusion-DPO, arXiv 2311.12908).
         shared_time: Share only the times within a group (GDRO, arXiv 2601.02036: our reading).
-        segments: Number of segments that a video is cut into, each a step of every draw (DenseDPO, arXiv
-            2506.03517), as in `diffusion.segment_preferences`; 1: no cut.
+        segments: Number of segments that a video is cut into, as in `diffusion.segment_preferences`
+            (DenseDPO, arXiv 2506.03517); each draw then has one training step per segment. 1: no cut.
     """
 
     outputs = frozenset({"velocity", "target", "time", "error"})
@@ -175,7 +175,7 @@ class MatchingSteps:
         return mixed.view_as(clean), self.times
 
     def read(self, velocity: Tensor, extra: Set[str]) -> StepOutput:
-        """Compute minus the weighted error of velocities (N, draws, *L) as `logp`, and `extra` values."""
+        """Return minus the weighted error of velocities (N, draws, *L) as `logp`, and the outputs `extra`."""
         target = (self.noise() - self.clean[:, None]).to(velocity)  # (N, draws, *L), v = noise - x_0
         error = self.error(velocity, target)
         time = self.times.to(velocity.device).repeat(1, self.segments)  # (N, T)

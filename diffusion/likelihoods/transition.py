@@ -29,7 +29,7 @@ class Transition:
         return len(row.at)
 
     def collate(self, rows: Sequence[FlowRow], uids: Sequence[str]) -> Steps:
-        """Batch rows; raises if schedules differ within a size, or recorded steps differ between rows."""
+        """Batch rows; raises if schedules differ within a size, or numbers of recorded steps between rows."""
         for row, uid in zip(rows, uids, strict=True):
             if row.solver is None or not len(row.at):
                 raise ValueError(
@@ -79,7 +79,7 @@ class TransitionSteps:
         return replace(self, conditioning=conditioning, path=self.path[rows], at=at)
 
     def states(self, shift: int = 0) -> tuple[Tensor, Tensor]:
-        """Return latents (N, T, *L) and times (N, T), `shift` entries after each recorded step's start."""
+        """Return latents (N, T, *L) and times (N, T) before each recorded step; after it if `shift` is 1."""
         rows = torch.arange(len(self.at))[:, None]
         return self.path[rows, self.at + shift], self.times[self.at + shift]
 

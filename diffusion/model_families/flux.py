@@ -24,7 +24,7 @@ from mmrl.diffusion.model_family import (
 )
 from mmrl.diffusion.schedule import scheduled_times, size_shift
 
-MAX_TOKENS = 512  # limit of T5
+MAX_TOKENS = 512  # maximum number of tokens that T5 reads
 
 
 @family

@@ -21,7 +21,7 @@ class HunyuanImage(PipelineFamily):
     Texts are not padded; the pipeline pads them, and the network masks the padding. Guidance is
     classifier-free at all steps, with the engine's scale. The pipeline's own `AdaptiveProjectedMixGuidance`
     adds predictions of earlier steps from the seventh step on, so its velocity depends on more than (x, t);
-    for images as in training, set `pipe.guider = ClassifierFreeGuidance(...)`. The distilled checkpoint,
+    to get images as in training, set `pipe.guider = ClassifierFreeGuidance(...)`. The distilled checkpoint,
     which reads the time of the next step (`use_meanflow`), is refused. The pipeline has no
     `load_lora_weights`; load a saved adapter by `pipe.transformer.load_lora_adapter`.
     """

@@ -33,11 +33,11 @@ class Ltx2(PipelineFamily):
     the sound belongs to the first segment. The sound is not decoded. Recorded videos are refused, because
     they are loaded without sound.
 
-    Video and sound have classifier-free guidance with the engine's scale. By default the pipeline also
-    guides away from skipped blocks (`stg_scale`) and from separate modalities (`modality_scale`), rescales
-    (`guidance_rescale`), and has another scale for the sound. To compare, call the pipeline with
-    `stg_scale=0, modality_scale=1, guidance_rescale=0`, and the same for audio. The network is given a rate
-    of 24 frames per second.
+    Video and sound have classifier-free guidance with the engine's scale. By default the pipeline also guides
+    away from predictions with skipped blocks (`stg_scale`) and without attention between video and sound
+    (`modality_scale`), rescales (`guidance_rescale`), and has another scale for the sound. To compare, call
+    the pipeline with `stg_scale=0, modality_scale=1, guidance_rescale=0`, and the same for audio. The network
+    is given a rate of 24 frames per second.
     """
 
     pipelines = frozenset({"LTX2Pipeline"})
@@ -207,7 +207,7 @@ def sound_length(config: Any, frames: int) -> int:
 def split(config: Any, shape: Sequence[int]) -> tuple[int, int]:
     """Return the number of latent video frames and of sound latents in a joint latent of shape (f, h, w)."""
     total, height, width = shape
-    for frames in range(1, total + 1):  # both parts grow with the length of the video
+    for frames in range(1, total + 1):  # the sum grows with `frames`, so one number fits
         length = sound_length(config, frames)
         if frames + math.ceil(length / (height * width)) == total:
             return frames, length

@@ -12,7 +12,7 @@ from mmrl.config.registry import family
 from mmrl.diffusion.model_family import Condition, PipelineFamily, Request, check_fits, check_size, per_text
 from mmrl.diffusion.schedule import scheduled_times, size_shift
 
-MAX_TOKENS = 512  # limit of the pipeline
+MAX_TOKENS = 512  # maximum number of text tokens in the pipeline
 
 
 @family
@@ -21,8 +21,8 @@ class Lumina2(PipelineFamily):
 
     The network counts times from 0 (noise) to 1 (data) and predicts `data - noise`. The system prompt is that
     of the pipeline; the negative prompt is encoded without it. As with the pipeline's defaults, guidance acts
-    at all steps (`cfg_trunc_ratio` 1). Each image row of a guided velocity, per latent channel, is rescaled
-    to the norm of the velocity with the text (`cfg_normalization`).
+    at all steps (`cfg_trunc_ratio` 1). Each row of latent pixels of a guided velocity, per channel, is
+    rescaled to the norm of that row without guidance, with the text (`cfg_normalization`).
     """
 
     pipelines = frozenset({"Lumina2Pipeline"})

@@ -37,7 +37,7 @@ class QwenImageEdit(QwenImage):
         for request in requests:
             self.check_text(pipe, request.text, max_sequence_length)
             self.check_count(len(request.images))
-            images = tuple(map(digest, request.images))  # the cache key does not contain the result's size
+            images = tuple(map(digest, request.images))  # no size in the key: all result sizes share these
             seen = self.once(partial(self._see, pipe, request.images), images)
             read = self.once(partial(self._read, pipe, request.text, request.images), request.text, images)
             conditions.append(read | seen)

@@ -15,7 +15,7 @@ READ_AREA = 384 * 384  # pixels of an image for the language model
 
 @family
 class QwenImageEditPlus(QwenImageEdit):
-    """Qwen-Image-Edit-Plus: edits one image or combines several, numbered from 1 before the text.
+    """Qwen-Image-Edit-Plus: edits one image or combines several, shown before the text as "Picture 1" etc.
 
     As in the pipeline, an image is resized to about 384 x 384 pixels for the language model and to about
     1024 x 1024 for the network, in its own aspect ratio, in multiples of 32, whatever the size of the

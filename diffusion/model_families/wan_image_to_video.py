@@ -27,7 +27,7 @@ class WanImageToVideo(Wan):
     """
 
     pipelines = frozenset({"WanImageToVideoPipeline"})
-    targets = ("add_k_proj", "add_v_proj", *Wan.targets)  # `add_*`: CLIP tokens in Wan 2.1
+    targets = ("add_k_proj", "add_v_proj", *Wan.targets)  # `add_*` project CLIP tokens (Wan 2.1)
     images = (1, 1)
 
     def check_text(self, pipe: Any, text: str, max_sequence_length: int) -> None:
@@ -44,7 +44,7 @@ class WanImageToVideo(Wan):
     def encode(
         self, pipe: Any, requests: Sequence[Request], max_sequence_length: int
     ) -> list[dict[str, Tensor]]:
-        """Encode texts (tokens, D); images to latents (C, f or 1, h, w), and CLIP tokens (N, E)."""
+        """Encode texts to (tokens, D), and images to latents (C, f or 1, h, w) and CLIP tokens (N, E)."""
         conditions = super().encode(pipe, requests, max_sequence_length)
         for request, condition in zip(requests, conditions, strict=True):
             (image,) = map(to_pil, request.images)
@@ -109,5 +109,5 @@ class WanImageToVideo(Wan):
             return_dict=False,
         )[0]
         time = along(sigma, latents)
-        fixed = (latents[:, :, :1] - first) / time.where(time > 0, 1)  # at time 0 the latents equal `first`
+        fixed = (latents[:, :, :1] - first) / time.where(time > 0, 1)  # 0 at time 0: latents equal `first`
         return torch.cat([fixed.to(velocity), velocity[:, :, 1:]], 2)

@@ -1,1 +1,1 @@
-"""Policies of flow models; a step is a denoising step, or a random time and noise of a matching loss."""
+"""Policies of flow models; a training step is a denoising step, or a matching loss at a random time."""

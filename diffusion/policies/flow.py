@@ -59,8 +59,8 @@ class Flow:
         likelihood: What a training step is, and its log-likelihood: `diffusion.matching` (a random time and
             noise) or `diffusion.transition` (a denoising step).
         dtype: Precision of the network's computation.
-        networks: Networks to train in a pipeline with one for `high` and one for `low` noise. Steps whose
-            noise belongs to a network that is not trained have no gradient.
+        networks: Networks to train in a pipeline with one for `high` and one for `low` noise. Steps at times
+            that the other network handles have no gradient.
         lora_rank: Rank of a LoRA adapter on the frozen network; 0 trains the whole network.
         lora_alpha: The adapter is scaled by `lora_alpha` / rank. Default: twice the rank, or as in `adapter`.
         adapter: Folder of a saved adapter to train further. Its rank must be `lora_rank`; its other settings

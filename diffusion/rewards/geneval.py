@@ -14,13 +14,13 @@ from mmrl.rewards.frames import mean_over_frames
 
 # Maps class names to objects: {"box": [left, top, right, bottom], "score": confidence, "color": name}.
 Detections = Mapping[str, Sequence[Mapping[str, Any]]]
-# Clauses: {"class", "count", and optionally "color" and "position": [relation, clause]}
+# Clauses: {"class", "count", and optionally "color" and "position": [relation, index of another clause]}
 Clauses = Sequence[Mapping[str, Any]]
 
 CONFIDENCE, COUNTING_CONFIDENCE = 0.3, 0.9
 MAX_OBJECTS = 16  # number of objects per class that count
 MARGIN = 0.1  # fraction of the sizes of two boxes that is subtracted from the distance of centres
-DIRECTION = 0.5  # fraction of the distance of two centres that an axis must exceed to count
+DIRECTION = 0.5  # a relation holds if its axis has more than this fraction of the centres' distance
 
 
 @reward
@@ -155,7 +155,7 @@ def relative_position(box: Sequence[float], other: Sequence[float]) -> set[str]:
         margin = MARGIN * (abs(box[high] - box[low]) + abs(other[high] - other[low]))
         offset.append(gap)
         shortened.append(max(abs(gap) - margin, 0.0) * (1 if gap > 0 else -1))
-    if max(map(abs, shortened)) < 1e-3:  # at most 0.001 pixels remain
+    if max(map(abs, shortened)) < 1e-3:  # no distance remains on either axis
         return set()
     x, y = (shift / (offset[0] ** 2 + offset[1] ** 2) ** 0.5 for shift in shortened)
     relations = {

@@ -28,8 +28,8 @@ MEAN_COLOUR, STD_COLOUR = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26
 class ImageReward:
     """Predicted preference of an image for its prompt, by BLIP and linear layers (arXiv 2304.05977).
 
-    BLIP reads the prompt with attention to the image, and linear layers score its first token. The score is
-    standardised: 0 is average, and scores below average are negative.
+    BLIP reads the prompt with attention to the image, and linear layers map the state of the first token to a
+    score. It is standardised: 0 is average, and scores below average are negative.
 
     Args:
         weights: `ImageReward.pt`: a file, or `owner/name:file` of the hub. Its names are mapped onto the BLIP

@@ -54,10 +54,10 @@ def jpeg_kilobytes(image: Tensor) -> float:
 @reward(inputs=RewardInputs(VISUAL))
 @per_outcome
 def clipped_pixels(prompt: Prompt, outcome: Outcome) -> float:
-    """Fraction of the pixel values of an image or video that are 0 or 255; give it weight 0.
+    """Fraction of the pixel values of an image or video that are 0 or 255; a metric with `weight: 0`.
 
-    Images that are over-optimised for a reward are often too bright, too dark or too saturated; a check on
-    this fraction reports it.
+    Images that are over-optimised for a reward are often too bright, too dark or too saturated, which raises
+    this fraction. With weight 0 it is logged, but not added to the reward.
     """
     frames = frames_of(prompt, outcome)
     return float(((frames == 0) | (frames == 255)).double().mean())
@@ -71,11 +71,11 @@ def pairwise_diversity(
     size: PositiveInt = 32,
     frames: PositiveInt = 8,
 ) -> list[float | None]:
-    """Mean pixel distance of an image to the others of its prompt, in [0, 1]; give it weight 0.
+    """Mean pixel distance of an image to the others of its prompt, in [0, 1]; a metric with `weight: 0`.
 
-    The distance is the root of the mean squared difference of pixels in [0, 1], after images were averaged
-    to `size` x `size` (our reading). Only images after equally many steps are compared; an image without
-    such others gets None. Videos are compared by `frames` frames, evenly from the first to the last.
+    The distance is the root of the mean squared difference of pixels in [0, 1], after images were averaged to
+    `size` x `size` (our reading). An image is compared only with images after as many denoising steps, and
+    gets None if there are none. Videos are compared by `frames` frames, evenly from the first to the last.
     """
     images = [
         even_frames(frames_of(prompt, outcome), frames)

@@ -148,7 +148,7 @@ class QwenScorer(nn.Module):
         head_dtype: Precision of the heads.
     """
 
-    rm_head: Any  # a single head or `rm_heads`, by the published name
+    rm_head: Any  # the published name of a single head; several are `rm_heads`
     rm_heads: Any
     token_ids: Tensor  # (T,) ids of the special tokens
 

@@ -127,7 +127,7 @@ def lora_scale(peft: Mapping[str, Any]) -> float:
 
 
 def load_scorer(weights: str, model: str, dtype: torch.dtype, scale: float) -> QwenScorer:
-    """Load a scorer: read its weights, merge their LoRA adapter, and size the linear head to fit."""
+    """Load a scorer: read its weights, merge the LoRA adapter, and take the head's size from the weights."""
     state = renamed("video_align", base.read_weights("video_align", weights), scale)
     head = state.get("rm_head.weight")
     if head is None or head.dim() != 2 or len(head) not in (1, len(AXES)):

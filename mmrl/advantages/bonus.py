@@ -1,4 +1,4 @@
-"""An advantage function that adds a bounded bonus, computed from a label of the answer."""
+"""An advantage function that adds a bounded bonus, computed from a reward or label of the answer."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def capped_bonus(
     center: Literal["none", "length"] = "none",
     by: Tags = BY_GROUP,
 ) -> RewardTable:
-    """Add a label x to advantages A as a bonus of at most `cap` times |A|, so that no sign changes.
+    """Add a bonus of at most `cap` times |A| to each advantage A, so that no advantage changes its sign.
 
-    The result is A + min(max(coef x, 0), cap |A|). XRPO (arXiv 2510.06672) adds `novelty` to right answers
-    (coef 2.5, cap 0.5); VERL (arXiv 2509.23808) adds its own signal to all answers. ASPO (arXiv 2508.19201)
-    rewards early code: x is the position of the first code block, `two_sided` with `center: length`, coef -2
-    and cap 0.7. Answers without the label get no bonus.
+    The result is A + min(max(coef x, 0), cap |A|), where x is the value of the reward or label `of`. XRPO
+    (arXiv 2510.06672) adds `novelty` to right answers (coef 2.5, cap 0.5); VERL (arXiv 2509.23808) adds its
+    own signal to all answers. ASPO (arXiv 2508.19201) rewards early code: x is the position of the first code
+    block, `two_sided` with `center: length`, coef -2 and cap 0.7. Answers without x get no bonus.
 
     Args:
-        of: Name of the label x.
-        coef: Factor of the label.
+        of: Name of x: a reward, or a label (a value that is computed for each answer, but not rewarded).
+        coef: Factor of x.
         cap: Largest bonus, relative to the advantage.
         two_sided: Allow a negative bonus, down to -cap |A|.
         only_positive: Only answers with a positive advantage get a bonus.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mmrl.core.reward_table import RewardTable
 
-HINT, WROTE = "hint", "wrote"  # tag of answers sampled with a hint; tag of rows that are a hint
+HINT, WROTE = "hint", "wrote"  # tags of answers sampled with a hint, and of answers that are hints
 
 
 def hint_of(table: RewardTable, tag: str = HINT) -> Tensor:

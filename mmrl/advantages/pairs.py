@@ -73,7 +73,7 @@ def kto_kl_rows(table: RewardTable, *, tag: Tag = "unrelated") -> RewardTable:
     return table.note("unrelated", noted).replace(
         values=torch.where(mismatched[:, None], 0.0, table.values),
         valid=table.valid | mismatched[:, None],
-        learn=table.learn | mismatched,  # the objective ignores rows outside the mask
+        learn=table.learn | mismatched,  # without `learn` the objective would not see them
     )
 
 

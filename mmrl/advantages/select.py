@@ -14,8 +14,8 @@ from mmrl.core.reward_table import ABSENT, NAN, RewardTable, name_id, place_of_s
 def high_entropy(table: RewardTable, *, top: Probability = 0.2) -> RewardTable:
     """Keep the advantages of the fraction `top` of steps with the highest entropy (arXiv 2506.01939).
 
-    The quantile is over all sampled steps of the batch. Other steps get advantage 0 and still count in every
-    denominator. Our reading: steps without a recorded entropy (demonstrations) keep their advantage.
+    The quantile is over all sampled steps of the batch. Other steps get advantage 0, but the loss still
+    averages over them. Our reading: steps without a recorded entropy (demonstrations) keep their advantage.
     """
     table = per_step(table)
     entropy = noted(table, "entropy")
@@ -31,7 +31,8 @@ def high_entropy(table: RewardTable, *, top: Probability = 0.2) -> RewardTable:
 def drop_truncated(table: RewardTable, *, finish: tuple[str, ...] = ("length",)) -> RewardTable:
     """Drop answers that were cut at the length limit (DAPO's overlong filter).
 
-    The answers stay in the statistics. This is TRL's `mask_truncated_completions`.
+    Their rewards still count in the mean and standard deviation of the group. This is TRL's
+    `mask_truncated_completions`.
 
     Args:
         finish: Values of the tag `finish` that count as cut; conversations with tools can also end with
@@ -85,7 +86,7 @@ def returns(table: RewardTable, *, gamma: Probability = 1.0, by: Tags = ()) -> R
         by: Tags that later outcomes must share, such as `role` for returns per player.
     """
     rewards = torch.where(table.valid, table.values, 0.0)
-    nothing = torch.zeros_like(rewards[..., 0]) if rewards.shape[2] else rewards.sum(-1)  # after the end
+    nothing = torch.zeros_like(rewards[..., 0]) if rewards.shape[2] else rewards.sum(-1)  # 0: no later return
     alike = table.index(("row", *by)) if by else table.ids["row"]
     summed = []
     for place in reversed(range(rewards.shape[2])):

@@ -59,7 +59,7 @@ def column_of(table: RewardTable, of: str) -> int:
 def value_weights(table: RewardTable) -> RewardTable:
     """Add the labels `value` and `value_weight` = value / mean value of the row (VGPO, arXiv 2512.12387).
 
-    The values do not change. Our reading: the weight is 1 where the mean is at most 1e-6, so no sign flips.
+    Rewards do not change. Our reading: the weight is 1 where the mean is at most 1e-6, so no sign flips.
     Several rewards are summed as in `total`.
     """
     known = table.valid.any(1)
@@ -75,15 +75,15 @@ def value_weights(table: RewardTable) -> RewardTable:
 def value_anchor(
     table: RewardTable, *, of: str = "value", k: float = 0.1, steps: NonNegativeInt = 5
 ) -> RewardTable:
-    """Add `k` times a label to the advantage of the first `steps` steps (VGPO, arXiv 2512.12387).
+    """Add `k` times a value Q to the advantages of the first `steps` steps (VGPO, arXiv 2512.12387).
 
-    A group of equal rewards then still learns. This is our reading of the mixing weight k std(Q) times
-    Q / std(Q), which is 0 / 0 for equal rewards.
+    A group of equal rewards then still learns. The paper adds k std(Q) * Q / std(Q), which is 0 / 0 if all Q
+    are equal; k Q is the same otherwise (our reading).
 
     Args:
-        of: Name of the label, from `value_weights`.
-        k: Weight of the label.
-        steps: Number of first steps of a row whose advantages get the label.
+        of: Name of the label that holds Q, such as `value`, which `value_weights` adds.
+        k: Weight of Q.
+        steps: Number of steps, from the start of a row, to whose advantages k Q is added.
     """
     if of not in table.scored:
         raise ValueError(

@@ -28,10 +28,10 @@ def keep_steps(
 ) -> RewardTable:
     """Keep the advantages of steps, or of rows, whose entropy or log-probability is in a range.
 
-    Other steps get advantage 0 but count in denominators. GTPO (arXiv 2508.03772) keeps rows with a mean
-    entropy of at most 0.7; SPO (arXiv 2505.23564) keeps steps with a log-probability of at most log 0.9; D3S
-    (arXiv 2509.22115) keeps steps with the largest `weighted_entropy`. Our reading: steps without a record
-    (demonstrations) are kept.
+    Other steps get advantage 0, but the loss still averages over them. GTPO (arXiv 2508.03772) keeps rows
+    with a mean entropy of at most 0.7; SPO (arXiv 2505.23564) keeps steps with a log-probability of at most
+    log 0.9; D3S (arXiv 2509.22115) keeps steps with the largest `weighted_entropy`. Our reading: steps
+    without a record (demonstrations) are kept.
 
     Args:
         of: `entropy` in nats, `logp` of the sampled token, or `weighted_entropy`: |advantage| times entropy.
@@ -39,7 +39,7 @@ def keep_steps(
         at_most: Upper bound of the value, or null for none.
         top: Fraction of the largest values to keep, among the steps that are learned from; null: all.
         level: `step`: compare the value of every step. `row`: compare the mean value of every row.
-        drop: Drop the other steps, so that denominators do not count them.
+        drop: Drop the other steps, so that the loss does not average over them.
         if_mean_inside: Apply the bounds only if the batch mean of the value is within them. (GTPO does this
             if the entropy exceeds log 2 at the start of training.)
     """

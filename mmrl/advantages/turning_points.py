@@ -48,7 +48,7 @@ def turning_points(
         return table.after_first(reward[..., 1:])
 
     def change(after: Tensor, before: Tensor, both: Tensor) -> Tensor:
-        return torch.where(both, after - before, 0.0)  # 0 has no sign
+        return torch.where(both, after - before, 0.0)  # unknown: 0, which has no sign
 
     def sign(difference: Tensor) -> Tensor:
         return torch.where(difference.abs() <= atol, 0.0, difference.sign())
@@ -60,9 +60,9 @@ def turning_points(
     trend = remaining[..., :1]  # (N, R, 1): change over the whole row
     agrees = sign(increment) * sign(trend)  # 1: with the trend, -1: against it, 0: one has no sign
     turning = agrees > 0
-    turning[..., 1:] &= agrees[..., :-1] < 0  # strictly against the trend
+    turning[..., 1:] &= agrees[..., :-1] < 0  # the step before went against the trend
     if consistent:
-        turning &= sign(increment) * sign(remaining - increment) > 0  # the change after the step
+        turning &= sign(increment) * sign(remaining - increment) > 0  # the later change has the same sign
     if only_rising:
         turning &= trend > atol
     if not first_step:

@@ -53,7 +53,7 @@ class CallbackAdapter:
         self.control = method(self.arguments, self.state, self.control, **parts) or self.control
 
     def _note_best(self, record: Mapping[str, float]) -> None:
-        """Update the best metric, as in transformers after the callback's `on_evaluate`."""
+        """Update the best metric, as transformers does after it has called `on_evaluate`."""
         value, best = record.get(self.arguments.metric_for_best_model or ""), self.state.best_metric
         if value is None:
             return

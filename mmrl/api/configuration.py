@@ -120,7 +120,7 @@ def _kind(args: Any, keywords: Mapping[str, Any], own: Mapping[str, Any]) -> str
 def _changed(
     raw: dict[str, Any], keywords: Mapping[str, Any], own: dict[str, Any], *, complete: bool
 ) -> dict[str, Any]:
-    """Apply TRL arguments (`keywords`) and mmrl keys (`own`, which take precedence) to a configuration."""
+    """Apply TRL arguments (`keywords`), then mmrl keys (`own`); if `complete`, TRL's defaults apply, too."""
     merged = merge(raw, own)
     change, decided, differs = translated(keywords, merged, own, complete=complete)
     change = {k: v for k, v in change.items() if k in decided or lookup(own, k, ABSENT) is ABSENT}
@@ -236,7 +236,7 @@ def _rewards(rewards: Reward | Sequence[Reward], names: dict[str, Any]) -> list[
 
 
 def _filtered(group_filter: Any, rewards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a change that lets a group filter (DAPO) read the first reward if its own is missing."""
+    """Return a configuration change: a group filter (DAPO) whose reward is missing reads the first reward."""
     names = [one.get("label") or one["name"].rpartition(":")[2].rpartition(".")[2] for one in rewards]
     match group_filter:
         case {"of": str(name)} if names and name not in names:
@@ -279,12 +279,12 @@ def reward_piece(reward: Reward, names: dict[str, Any], kind: str = "reward") ->
 
 # ---- tools and environments
 
-NO_LIMIT = 10_000  # of turns and images; TRL limits only tokens
+NO_LIMIT = 10_000  # maximum number of turns and of images; TRL limits only tokens
 
 
 @dataclass(frozen=True)
 class Factory:
-    """An environment factory (class, function, name, or mapping with a name) and its key in a mapping."""
+    """An environment factory (class, function, name, mapping with a name); `label` names its environment."""
 
     piece: Any
     label: str

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser()
     completion.complete(commands)
     given, late = commands.parse_known_args(arguments)
-    # Append files or overrides after a flag here: argparse ends a list of arguments at the first flag.
+    # argparse ends a list of files or overrides at the first flag; append those that come after a flag.
     place = next((name for name in ("configs", "overrides") if hasattr(given, name)), "")
     if late and (not place or any(text.startswith("-") for text in late)):
         commands.error(f"unrecognized arguments: {' '.join(late)}")

@@ -88,7 +88,7 @@ def check_file(
 
         def check_stage(i: int) -> None:
             check_run(config := stages[i].config)
-            outputs = [stage.config.output_dir for stage in stages[:i]]  # do not exist yet
+            outputs = [stage.config.output_dir for stage in stages[:i]]  # of stages that have not run yet
             check_inputs_and_data(replace(config, init_from="") if config.init_from in outputs else config)
 
         on_each([stage.place for stage in stages], check_stage)

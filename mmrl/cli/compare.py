@@ -27,7 +27,7 @@ def compare(given: argparse.Namespace) -> None:
 
     Answers are matched by the uids of their prompts. Stored answers are scored again with the other
     evaluation's rewards and metrics, and prompts are rendered again with its settings. No model is loaded,
-    except by rewards that are models. A setting whose effect needs a run is listed with the command.
+    except by rewards that are models. If an effect needs a run, its command is printed.
     """
     from mmrl.inference.evaluations import explain, read_stored, rescore_both
     from mmrl.reporting.effects import finite

@@ -44,7 +44,7 @@ class Asked:
 
     prompt: Prompt
     columns: Mapping[str, Any]
-    turns: tuple[Message, ...] = ()  # only if tools replied
+    turns: tuple[Message, ...] = ()  # of the answer, if tools replied
 
 
 @command(
@@ -105,7 +105,7 @@ def generate(given: argparse.Namespace) -> None:
 
 
 def engine_options(given: argparse.Namespace) -> dict[str, Any]:
-    """Return the engine options among the flags; options without a flag are None."""
+    """Return the engine options among the flags; options that were not given are None."""
     return {name: vars(given)[name] for name in ("max_completion_length", "temperature", "seed")}
 
 

@@ -23,7 +23,7 @@ from mmrl.core.types import Clock
 T = TypeVar("T")
 # Options that the run sets; a configuration must leave them out.
 FILLED = ("generator", "recipe", "stream", "train_prompts")
-WORKERS = "mmrl.runtime.workers:workers_of"  # import path of a function in a higher layer
+WORKERS = "mmrl.runtime.workers:workers_of"  # a path, because config must not import runtime
 CALLED = {"label": str, "timeout": PositiveFloat, "retries": NonNegativeInt}  # `timeout` in seconds
 TOOL = {**CALLED, "on_error": Literal["tell", "skip", "raise"]}
 # Keys beside a piece's options that configure calls of the piece, such as `timeout`.
@@ -100,7 +100,7 @@ class Recipe:
 class Elsewhere:
     """A reward that runs in Ray actors: everything that an actor needs to rebuild and call it."""
 
-    name: str  # for errors
+    name: str  # shown in errors
     piece: Piece
     policy: Piece | None  # policy of the run
     stream: Stream
@@ -119,7 +119,7 @@ class Pieces:
         self.policy = policy  # policy of the run, which critics copy by default
         self.made: dict[str, Any] = {}  # built objects, by dotted path
         self.entries: list[Entry] = []  # registry entries of all pieces used
-        self.answer_form: Callable[[], str | None] = lambda: None  # returns the answer form of the data
+        self.answer_form: Callable[[], str | None] = lambda: None  # infers the answer form from the data
         self.policies: dict[str, Piece] = {}  # policies that were built, by dotted path
         self.engines: dict[str, Piece] = {}  # engines that were built, by dotted path
         self._scheduled: list[tuple[Callable[[str, Any], None], str, _Follows]] = []
@@ -140,7 +140,7 @@ class Pieces:
             options["recipe"] = self._recipe(place, bound.name)
         if "train_prompts" in entry.options:
             options["train_prompts"] = self.made.get("data", ())
-        setter = options.__setitem__  # a function gets the options at every call
+        setter = options.__setitem__  # schedules change the options of the next calls
         if "workers" in bound.call:
             own = {name: value for name, value in piece.options.items() if name not in CALLED_WITH[kind]}
             policy = self.policy if entry.copies_policy else None
@@ -149,7 +149,7 @@ class Pieces:
         elif kind in MADE or (inspect.isclass(entry.target) and kind not in FACTORIES):
             thing = self.made[place] = _construct(entry, wrapped, options, place)
             bound.function, bound.options = thing, {}
-            setter = partial(setattr, thing)  # an object stores options as attributes
+            setter = partial(setattr, thing)  # schedules change the attributes of an object
         self._scheduled += [(setter, name, value) for name, value in follows.items()]
         self.policies |= {place: piece} if kind == "policy" else {}
         self.engines |= {place: piece} if kind == "engine" else {}
@@ -159,7 +159,7 @@ class Pieces:
         """Return the recipe to rebuild an engine in another process: its policy, and the engines it wraps."""
         chain = place.rpartition("[")[0]  # `rollout.engine` if `place` is `rollout.engine[1]`
         before = {at: piece for at, piece in self.engines.items() if at.startswith(f"{chain}[")}
-        own = self.policies.get(f"{place.rpartition('.')[0]}.policy")  # a judge has its own
+        own = self.policies.get(f"{place.rpartition('.')[0]}.policy")  # a judge has its own policy
         if (policy := own or self.policies.get("policy")) is None:
             raise ConfigError(f"{place}: '{name}' makes a policy again, but no configuration made one")
         remembering = tuple(piece.name for at, piece in before.items() if at in self.that_are(Stateful))
@@ -267,7 +267,7 @@ class Pieces:
                     options[name] = self._inner(name, self.policy, f"{place}.{name}")
         if "workers" in call:
             call["workers"] = import_name(WORKERS)(entry, piece.options, call["workers"], place)
-            if call["workers"].runtime_env:  # the packages are installed there, not here
+            if call["workers"].runtime_env:  # packages are installed by Ray, not here
                 del self.entries[num_entries:]
             self.entries.append(replace(entry, packages={"ray": "ray"}))
         weight, label = call.pop("weight", 1.0), call.pop("label", "")

@@ -18,7 +18,7 @@ MAY_CHANGE = (
 BEST = ("evaluation", "metric_for_best_model", "greater_is_better")  # keys that decide on the best checkpoint
 UNTOLD = ("output_dir", "overwrite_output_dir", "num_train_epochs")  # keys whose changes are not reported
 ABSENT = "not there"
-SHOWN, LENGTH = 6, 80  # most differences in a message, and most characters of a value
+SHOWN, LENGTH = 6, 80  # maximum number of differences in a message, and of characters of a value
 
 
 def inside(key: str, *above: str) -> bool:

@@ -22,7 +22,7 @@ from mmrl.config.staleness import check_pruned, check_staleness
 from mmrl.config.tags import check_replay, check_tags
 from mmrl.core.rng import Stream
 
-OWN_WEIGHTS = "trained weights"  # default of the class attribute `holds` of references
+OWN_WEIGHTS = "trained weights"  # what a reference holds in memory, unless its class sets `holds`
 
 
 def check_training(config: Config) -> Pieces:
@@ -244,7 +244,7 @@ def _check_reward_names(checked: Mapping[str, Any], correct: str) -> None:
         names = evaluated if place.startswith("evaluation.") else trained
         if place == "group_filter" or place.startswith(("metrics[", "evaluation.metrics[", "sampler[")):
             _check_name(f"{place}.of", options.get("of"), names)
-        elif place == "policy" and "objective" in checked:  # of a reward model, which predicts rewards
+        elif place == "policy" and "objective" in checked:  # a reward model's names of rewards
             for label in as_list(options.get("labels")):
                 _check_name("policy.labels", label, names)
         elif place.startswith("report.checks["):

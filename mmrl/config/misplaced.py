@@ -14,7 +14,7 @@ from mmrl.config.registry import HOMES, find
 from mmrl.config.schema import LOCATE, Piece, as_plain
 from mmrl.trl.names import advice
 
-CLOSE = 0.8  # least similarity (difflib's ratio) of a suggested key at another place
+CLOSE = 0.8  # minimum similarity (difflib's ratio) of a suggested key at another place
 # Maps common names of keys, other than the arguments of TRL's training classes, to our keys.
 WORDS = {
     "peft_config": "policy.lora_rank, such as 64",

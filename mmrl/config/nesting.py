@@ -53,7 +53,7 @@ def _check_parts(bound: Bound, before: Sequence[Bound], place: str, wrapped: str
         elsewhere = f"'{first.full_name}' answers elsewhere; use 'vision.generate'"
         raise ConfigError(f"{begin} {why}, and {elsewhere}")
     # Refuse only pieces known to lack the methods: wrappers, and engines that declare `makes`. Any other
-    # innermost piece may have them without being of this class.
+    # innermost piece may have them, although it is no subclass of `needs`.
     elif (
         (inner is not first or hasattr(inner.target, "makes"))
         and inspect.isclass(inner.target)

@@ -83,7 +83,7 @@ class Entry:
     name: str
     target: Callable
     needs: Needs = Needs()
-    of_others: frozenset[str] = frozenset()  # outputs read from the model that `against` names
+    of_others: frozenset[str] = frozenset()  # outputs read from the model that the option `against` names
     takes: tuple[str, ...] | None = None  # names of options; None: all keyword-only parameters
     # Maps a package to the pip extra that has it; "form=math:math_verify" applies only with `form: math`.
     packages: Mapping[str, str] = field(default_factory=dict)

@@ -60,7 +60,7 @@ class Rollout:
     num_prompts: PositiveInt = 32  # prompts (groups) per update, over all processes
     num_generations: PositiveInt = 8  # rollouts per prompt
     max_staleness: NonNegativeInt = 0  # lag in steps between the sampling weights and the trained weights
-    max_rounds: PositiveInt = 1  # most sampling rounds per update, to replace dropped groups or show hints
+    max_rounds: PositiveInt = 1  # maximum sampling rounds per update, to replace dropped groups or show hints
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,12 @@ class Learn:
 
     learning_rate: Annotated[Any, Scheduled(NonNegativeFloat)] = 1e-6  # a number or a schedule
     optimizer: Annotated[Piece, Kind("optimizer")] = Piece("adamw")  # updates the trained weights
-    num_iterations: NonNegativeInt = 1  # passes over the rollouts of a step; 0: only samplers observe them
+    num_iterations: NonNegativeInt = 1  # passes over the rollouts of a step; 0: only samplers are updated
     minibatches: PositiveInt = 1  # optimizer steps per pass
-    micro_batch_steps: PositiveInt = 16384  # most steps (tokens, denoising steps) in memory at once
+    micro_batch_steps: PositiveInt = 16384  # maximum steps (tokens, denoising steps) in memory at once
     max_grad_norm: NonNegativeFloat = 1.0  # gradients are clipped to this norm; 0: no clipping
     on_nonfinite: Literal["stop", "skip"] = "stop"  # reaction to a loss or gradient that is NaN or infinite
-    max_skipped: NonNegativeInt = 10  # most updates that a run may skip before it fails
+    max_skipped: NonNegativeInt = 10  # maximum updates that a run may skip before it fails
     on_no_learning: Literal["stop", "warn"] = "stop"  # reaction if the first twelve steps change no weight
 
 
@@ -132,7 +132,7 @@ class Config:
     objective: Annotated[Piece, Kind("objective")]  # computes the loss from advantages
     # Each reward may have `weight` and `label`. No reward is needed if advantages do not depend on rewards.
     rewards: Annotated[tuple[Piece, ...], Kind("reward")] = ()
-    # They choose the prompts of a step. The first sampler reads the data; every other wraps the previous one.
+    # Samplers choose the prompts of a step. The first reads the data; every other wraps the previous one.
     sampler: Annotated[tuple[Piece, ...], Kind("sampler")] = (Piece("uniform"),)
     group_filter: Annotated[Piece, Kind("group_filter")] = Piece("keep_all")  # drops groups after scoring
     # Other policies that the objective reads, by name: `{ref: frozen}`.
@@ -143,8 +143,8 @@ class Config:
     report: Report = Report()
     max_steps: PositiveInt = 1000  # steps of the whole run
     num_train_epochs: NonNegativeFloat = 0.0  # passes over the data; above 0 it replaces `max_steps`
-    until: Annotated[Piece | None, Kind("stop_rule")] = None  # stops the run early by a metric
-    init_from: str = ""  # run or model folder of initial weights; reference `frozen` keeps `policy.model`
+    until: Annotated[Piece | None, Kind("stop_rule")] = None  # ends the run early, by a metric
+    init_from: str = ""  # run or model folder of initial weights, not for the reference `frozen`
     init_references: bool = False  # whether the reference `frozen` starts from `init_from` too
     # State to restore from the checkpoint in `init_from`, besides the weights.
     carry: tuple[Literal["optimizer", "references", "sampler", "advantage"], ...] = ()
@@ -160,7 +160,7 @@ class Config:
     eval_on_start: bool = False  # evaluate before the first step too, if there is evaluation data
     ddp_timeout: Annotated[float, Range(1)] = 1800.0  # seconds a process waits for another before all fail
     seed: int = 0  # seed of all random streams
-    stage: NonNegativeInt = 0  # number of the stage; changes the draws of training, not of evaluation
+    stage: NonNegativeInt = 0  # number of the stage; changes random numbers of training, not of evaluation
     imports: tuple[str, ...] = ()  # modules to import first, which add model families, media or pieces
     output_dir: str = "runs/unnamed"  # folder for all files of the run
     overwrite_output_dir: bool = False  # delete an existing run in `output_dir`
