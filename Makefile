@@ -42,18 +42,20 @@ check: .venv/mmrl
 
 # Everything that a change can break, in a quarter of an hour on two quiet cores; ARGS='-k clip' takes some of it.
 test: .venv/mmrl
-	@$(TIMED) $(STATIC) && $(PYTEST) -m "not slow" $(ARGS)
+	@$(TIMED) $(BEGIN) $(PYTEST) -m "not slow" $(ARGS); $(END)
 
 # And what takes long: Ray, machines in namespaces, random kills, every family with every option, 1,000 inputs of every
 # fuzz test, demos with the packages of `make demo-pairs`, servers of vLLM where `make vllm` was run, and an installation without extras.
 test-all: WORKERS = 3
 test-all: .venv/mmrl .venv/pairs
-	@$(TIMED) $(STATIC) && MMRL_FUZZ=1000 MMRL_VLLM=$(or $(MMRL_VLLM),$(wildcard .venv-vllm)) \
+	@$(TIMED) $(BEGIN) MMRL_FUZZ=1000 MMRL_VLLM=$(or $(MMRL_VLLM),$(wildcard .venv-vllm)) \
 		MMRL_LMMS=$(or $(MMRL_LMMS),$(wildcard .venv-lmms)) $(PYTEST) $(ARGS) \
-		&& sh tests/plain_install.sh .venv-plain
+		&& sh tests/plain_install.sh .venv-plain; $(END)
 
 TIMED = began=$$(date +%s); trap 'took=$$(($$(date +%s) - began)); echo "make $@: $$((took / 60)) min $$((took % 60)) s"' EXIT;
-STATIC = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/basedpyright
+# Types are checked while tests run, which leave a core free at times; the target fails where either fails.
+BEGIN = $(BIN)/ruff check . && $(BIN)/ruff format --check . || exit; $(BIN)/basedpyright & types=$$!;
+END = tests=$$?; wait $$types && exit $$tests
 # For two cores. Tests of processes and of Ray wait for others and for time-outs, so there is time for a third worker.
 # Files stay whole, because their tests share models and runs. Processes of tests read the bytecode of the first one.
 WORKERS = 2

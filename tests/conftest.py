@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
+import gc
+import logging
 import signal
+import time
 import zlib
 from collections.abc import Iterator
 from types import FrameType
@@ -16,6 +20,13 @@ from tests.support.covering import left_out
 from tests.support.quick import draw_few
 
 LIMIT = 1800  # seconds that a test with its fixtures may take, also on a machine that does other work
+MARGIN = 600  # more seconds, until a test ends that hangs outside of Python
+armed = -float("inf")  # when the thread that ends it was started: that takes longer than most tests
+
+# pytest adds its handlers to every logger that does not propagate, six times a test; torch has 34 of them.
+for logger in logging.Logger.manager.loggerDict.values():
+    if isinstance(logger, logging.Logger) and logger.name.partition(".")[0] == "torch":
+        logger.propagate = True
 
 
 def _too_long(number: int, frame: FrameType | None) -> None:
@@ -25,21 +36,42 @@ def _too_long(number: int, frame: FrameType | None) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Iterator[None]:
     """Fail a test that hangs; one that hangs outside of Python ends all, with where each thread is."""
+    global armed  # noqa: PLW0603
     before = signal.signal(signal.SIGALRM, _too_long)
     signal.alarm(LIMIT)
-    faulthandler.dump_traceback_later(LIMIT + 300, exit=True)
+    if time.monotonic() - armed > MARGIN / 2:
+        armed = time.monotonic()
+        faulthandler.dump_traceback_later(LIMIT + MARGIN, exit=True)
     try:
         return (yield)
     finally:
-        faulthandler.cancel_dump_traceback_later()
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+def pytest_unconfigure() -> None:
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Leave what is collected to no garbage collector: nothing of it goes before the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # else libraries report that their objects leak
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Seed torch by the name of a test before its fixtures, so that its tiny models are always the same."""
-    torch.manual_seed(zlib.crc32(item.nodeid.encode()))
+    seed = zlib.crc32(item.nodeid.encode())
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # where not, `torch.manual_seed` formats the whole stack, four times
+        torch.cuda.manual_seed_all(seed)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -230,8 +230,10 @@ def batch_of(
         batch = batch.replace(advantage=batch.advantage.sigmoid())
     batch = batch.replace(notes={name: note.double() for name, note in batch.notes.items()})
     generator = torch.Generator().manual_seed(7)
+    if "divergence" in needs.outputs:  # of the states of a teacher
+        strange |= {"hidden"}
     with torch.no_grad():
-        said = policy(batch, policy.outputs)
+        said = policy(batch, strange)
     others = {}
     for name in sorted({"old", "ref", "engine", *needs.others}):
         sign = torch.where(torch.rand(said.logp.shape, generator=generator) < 0.5, -gap, gap)
