@@ -1,8 +1,8 @@
 """Demo of web pages: a small VLM learns to click the square that is named, in a real browser.
 
-A small LLaVA learns from screenshots and clicks to write the action `left_click` with a place. GRPO goes
-on from there: it clicks in Chromium, and is rewarded for the right square alone. The best click that ignores
-the page is shown besides.
+A small LLaVA learns from screenshots and clicks, one in five misplaced, to write the action `left_click` with
+a place. GRPO goes on from there: it clicks in Chromium, and is rewarded for the right square alone. The best
+click that ignores the page is shown besides.
 
 Run `python -m examples.browser_clicks.demo [--seeds 3]`. Each step is an ordinary `mmrl` command with a
 configuration of this folder; all results are written to `--output`.
@@ -125,8 +125,8 @@ def report(output: Path, runs: Mapping[int, Mapping[str, Trained]], seconds: flo
     show(measured, ("accuracy",), f"clicks on what is named, {seconds:.0f} s in all")
     note = (
         "A small LLaVA sees a page with four squares and reads which one to click. It learned from "
-        "screenshots and clicks; GRPO went on in Chromium, rewarded for the right square alone. "
-        "The fixed click is the best one that ignores the page. "
+        "clicks of which one in five is misplaced; GRPO went on in Chromium, rewarded for the right square "
+        "alone. The fixed click is the best one that ignores the page. "
         f"Held-out pages, clicks are sampled. Seeds {', '.join(map(str, runs))}."
     )
     sections = [
