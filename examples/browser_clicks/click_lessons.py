@@ -1,4 +1,4 @@
-"""Builder of lessons in clicking: screenshots of pages, and clicks of which a part is misplaced."""
+"""Builder of lessons in clicking: screenshots of pages, and clicks, of which a share can be misplaced."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ClickLessons:
     labelled: PositiveInt = 250
     size: PositiveInt = 48
     cells: PositiveInt = 3
-    aim: Probability = 0.5
+    aim: Probability = 1.0
     executable: str = ""
 
     def build(self, output: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from mmrl.core.rng import Stream
 from mmrl.core.tool_calls import parse_calls
 from mmrl.vision.datasets.conversations import conversations
 from mmrl.vision.environments.browser import Browser
+from mmrl.vision.environments.browser_tasks import Task
 from mmrl.vision.environments.chromium import find_chromium
 from mmrl.vision.policies.tokens import Tokens
 from mmrl.vision.tools.call_formats import parser_of
@@ -87,6 +88,23 @@ def test_accuracies_are_means_over_seeds_and_gains_are_paired():
     assert shown["gain"].intervals["accuracy"] == (0.5, 1.0)
 
 
+def test_a_fixed_click_hits_the_cell_that_is_most_often_the_named_one(monkeypatch, tmp_path):
+    def page(seed):  # the other square is always in the same cell
+        wanted, place = [("red", "1 / 2"), ("blue", "3 / 1"), ("red", "3 / 1")][seed]
+        squares = {place: click_lessons.COLORS[wanted], "2 / 2": click_lessons.COLORS["green"]}
+        html = "".join(f'<i style="grid-area: {at}; background: {color}">' for at, color in squares.items())
+        return Task("", html, {"end": [wanted]})
+
+    monkeypatch.setattr(demo, "make_task", lambda name, seed: page(seed))
+    (tmp_path / "test.jsonl").write_text("".join(f'{{"seed": {seed}}}\n' for seed in range(3)))
+    assert demo.fixed_clicks(tmp_path / "test.jsonl").tolist() == [0.0, 1.0, 1.0]
+
+
+def test_a_fixed_click_on_real_pages_is_near_one_of_nine_cells(tmp_path):
+    (tmp_path / "test.jsonl").write_text("".join(f'{{"seed": {seed}}}\n' for seed in range(900)))
+    assert 1 / 9 <= float(demo.fixed_clicks(tmp_path / "test.jsonl").mean()) < 0.15
+
+
 @pytest.mark.slow
 def test_the_demo_runs_at_a_small_size(tmp_path):
     pytest.importorskip("playwright", reason="needs the extra `browser`")
@@ -101,5 +119,5 @@ def test_the_demo_runs_at_a_small_size(tmp_path):
     }
     summary = demo.demo(tmp_path, 0, 1, [*small, "rollout.num_generations=2"], changes)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
-    assert set(summary) >= {"start", "GRPO", "gain"}
+    assert set(summary) >= {"fixed click", "start", "GRPO", "gain"}
     assert "Click what is named" in (tmp_path / "report.html").read_text()
