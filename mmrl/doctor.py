@@ -21,6 +21,7 @@ from mmrl.diagnostics.memory_estimates import estimate_with, in_use, room
 from mmrl.reporting.answers import target_text
 from mmrl.runtime.modules import evaluating
 from mmrl.training.collect import collect, in_order
+from mmrl.training.loop import add_reference_outputs
 from mmrl.training.trainer import Run
 
 SPARE = 0.1  # allowed fraction of trained parameters with a gradient of 0
@@ -127,6 +128,8 @@ def _look(small: Config, config: Config) -> Examined:
         needs=run.learner.needs,
         rollouts=collection.rollouts,
         table=collection.table,
+        credit=run.advantage(add_reference_outputs(run, collection, run.learner.chain)),
+        taught=run.learner.taught,
         batch=batch,
         micro_batch_steps=run.learner.guard.micro_batch_steps,
         untouched=untouched,

@@ -45,7 +45,8 @@ class Examined:
 
     Args:
         batch: The training batch of the rollouts.
-        credit: The advantages; None in `mmrl doctor`.
+        credit: The advantages.
+        taught: Whether the objective learns from another model than the policy, such as a teacher.
         micro_batch_steps: Steps per micro-batch.
         untouched: Names of trained parameters without a gradient.
         memory: Estimated bytes by component.
@@ -63,6 +64,7 @@ class Examined:
     table: RewardTable
     batch: Batch | None = None
     credit: RewardTable | None = None
+    taught: bool = False
     micro_batch_steps: int = 1
     untouched: Sequence[str] = ()
     memory: Mapping[str, float] = field(default_factory=dict)

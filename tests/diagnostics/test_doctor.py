@@ -200,6 +200,34 @@ def test_a_sound_run_is_healthy(tmp_path):
     assert not any(found.values()), found
 
 
+class Elder:
+    """A teacher: another table than the policy's."""
+
+    def __init__(self, policy) -> None:
+        self.decay, self.table = 1.0, torch.zeros_like(policy.table)
+
+    def __call__(self, batch, extra=frozenset()):
+        said = self.table[batch.steps.prompt].log_softmax(-1)
+        return StepOutput(said.gather(2, batch.steps.tokens[..., None])[..., 0] * batch.mask, {})
+
+
+@pytest.mark.parametrize("against", ["teacher", "ref"])
+def test_equal_rewards_are_fine_beside_a_teacher(tmp_path, against):
+    objective = {"penalty": [{"name": "k2", "against": against}]}
+    references = {"ref": "frozen", "teacher": f"{HERE}:Elder"}
+    found = examined(
+        tmp_path / "run", rewards=[f"{HERE}:constant"], objective=objective, references=references
+    )
+    assert bool(found["zero_variance_groups"]) is (against == "ref")
+
+
+@pytest.mark.parametrize(("chain", "warned"), [(["total"], False), (["total", "group_center"], True)])
+def test_the_doctor_knows_equal_rewards_that_give_advantages(tmp_path, chain, warned):
+    """Labelled answers (KTO) have the same label in a group, and are learned from."""
+    found = examined(tmp_path / "run", rewards=[f"{HERE}:constant"], advantage=chain)
+    assert bool(found["zero_variance_groups"]) is warned
+
+
 MISTAKES = {
     "wrong dtype": (
         {"policy": {"name": f"{HERE}:Coarse", "dtype": "bfloat16"}},

@@ -34,9 +34,10 @@ def rewards_apply(examined: Examined) -> Iterator[Finding]:
 
 @check(on="start")
 def zero_variance_groups(examined: Examined) -> Iterator[Finding]:
-    """Check that rewards differ between the answers to a prompt, unless equal ones give advantages too.
+    """Check that rewards differ between the answers to a prompt, if the run learns from their differences.
 
-    They do without a comparison of the group, as with labelled answers (KTO).
+    A run with single labelled answers (KTO) has advantages without differences. A run with a teacher
+    (distillation) learns without advantages.
     """
     table, credit = join_episodes(examined.table), examined.credit
     if not len(table) or examined.config.rollout.num_generations < 2:
@@ -58,6 +59,8 @@ def zero_variance_groups(examined: Examined) -> Iterator[Finding]:
             f"these rewards are the same for all answers of every prompt: {', '.join(constant)}",
             "see whether they read what they should; a reward that never differs changes no advantage",
         )
+        return
+    if examined.taught:
         return
     if credit is not None and bool((credit.values[credit.valid].abs() > EQUAL).any()):
         return
