@@ -23,8 +23,12 @@ MAX_IMAGE_PIXELS = 100_000_000
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 ORIENTATION = 0x0112  # EXIF tag of the image orientation
 CHANNELS = (1, 3, 4)
-# A `data:` URL, or plain base64 text, which is recognised by the first bytes of PNG, JPEG, GIF and WebP.
-HELD = re.compile(r"(?P<address>data:\w+/[^,]*;base64,|(?=(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[\w+/=\s]{200}))")
+DATA_URL = re.compile(r"data:\w+/[^,]*;base64,")
+BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
+# First bytes of PNG, JPEG, GIF, WebP and BMP (in which four bytes are reserved and 0).
+MAGIC = re.compile(
+    rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff[\xc0-\xfe]|GIF8[79]a|RIFF.{4}WEBP|BM.{4}\0{4}", re.DOTALL
+)
 # Allowed containers, by their ffmpeg names. They cannot refer to other files, unlike playlists and stream
 # descriptions (hls, concat, image2, dash, sdp).
 CONTAINERS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,gif"
@@ -35,17 +39,33 @@ class MediaError(RowError):
 
 
 def held_or_named(text: str) -> bytes | str:
-    """Decode a `data:` URL or base64 text to bytes; return other text as a path, without `file://`.
+    """Decode a `data:` URL, or an image as base64 text, to bytes; return other text as a path.
 
-    Raises `MediaError` for other URLs, since nothing is downloaded.
+    The prefix `file://` of a path is removed. Raises `MediaError` for other URLs, since nothing is downloaded.
     """
-    if match := HELD.match(text):
+    url = DATA_URL.match(text)
+    if url or _is_base64_image(text):
         with decoding(f"{text[:40]}...", "base64", (ValueError,)):
-            return base64.b64decode(text[match.end("address") :])
+            return _decode_base64(text[url.end() if url else 0 :])
     path = text.removeprefix("file://")
     if "://" in path:
         raise MediaError(f"'{path[:200]}' is an address, and nothing is downloaded; name a local file")
     return path
+
+
+def _is_base64_image(text: str) -> bool:
+    """Whether a text is base64 of an image, perhaps with wrong characters after the first 200."""
+    match = BASE64.match(text)
+    if not match or match.end() < min(len(text), 200):
+        return False
+    head = "".join(match[0][:100].split())
+    return bool(MAGIC.match(_decode_base64(head[: len(head) // 4 * 4])))
+
+
+def _decode_base64(text: str) -> bytes:
+    """Decode base64 with any white space, with or without padding; raise ValueError for other text."""
+    compact = "".join(text.split()).rstrip("=")
+    return base64.b64decode(compact + "=" * (-len(compact) % 4), validate=True)
 
 
 def locate(name: str, root: Path, max_bytes: int = MAX_FILE_BYTES) -> Path:
