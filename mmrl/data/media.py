@@ -24,7 +24,7 @@ IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 ORIENTATION = 0x0112  # EXIF tag of the image orientation
 CHANNELS = (1, 3, 4)
 DATA_URL = re.compile(r"data:\w+/[^,]*;base64,")
-BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
+BASE64 = re.compile(r"[A-Za-z0-9+/\s]{200}|[A-Za-z0-9+/\s]+=*\s*$")
 # First bytes of PNG, JPEG, GIF, WebP and BMP (in which four bytes are reserved and 0).
 MAGIC = re.compile(
     rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff[\xc0-\xfe]|GIF8[79]a|RIFF.{4}WEBP|BM.{4}\0{4}", re.DOTALL
@@ -39,33 +39,20 @@ class MediaError(RowError):
 
 
 def held_or_named(text: str) -> bytes | str:
-    """Decode a `data:` URL, or an image as base64 text, to bytes; return other text as a path.
+    """Decode a `data:` URL or an image in base64 to bytes; return other text as a path, without `file://`.
 
-    The prefix `file://` of a path is removed. Raises `MediaError` for other URLs, since nothing is downloaded.
+    Raises `MediaError` for other URLs, since nothing is downloaded.
     """
-    url = DATA_URL.match(text)
-    if url or _is_base64_image(text):
+    url, head = DATA_URL.match(text), "".join(text[:200].split()).rstrip("=")
+    # 200 characters of base64 are no path: a wrong one after them is an error.
+    if url or (BASE64.match(text) and MAGIC.match(base64.b64decode(head[: len(head) // 4 * 4]))):
         with decoding(f"{text[:40]}...", "base64", (ValueError,)):
-            return _decode_base64(text[url.end() if url else 0 :])
+            compact = "".join(text[url.end() if url else 0 :].split()).rstrip("=")
+            return base64.b64decode(compact + "=" * (-len(compact) % 4), validate=True)
     path = text.removeprefix("file://")
     if "://" in path:
         raise MediaError(f"'{path[:200]}' is an address, and nothing is downloaded; name a local file")
     return path
-
-
-def _is_base64_image(text: str) -> bool:
-    """Whether a text is base64 of an image, perhaps with wrong characters after the first 200."""
-    match = BASE64.match(text)
-    if not match or match.end() < min(len(text), 200):
-        return False
-    head = "".join(match[0][:100].split())
-    return bool(MAGIC.match(_decode_base64(head[: len(head) // 4 * 4])))
-
-
-def _decode_base64(text: str) -> bytes:
-    """Decode base64 with any white space, with or without padding; raise ValueError for other text."""
-    compact = "".join(text.split()).rstrip("=")
-    return base64.b64decode(compact + "=" * (-len(compact) % 4), validate=True)
 
 
 def locate(name: str, root: Path, max_bytes: int = MAX_FILE_BYTES) -> Path:

@@ -111,7 +111,15 @@ def test_a_small_image_in_plain_base64_is_no_path(tmp_path, form):
 
 @pytest.mark.parametrize(
     "path",
-    ["cats/dogs", "iVBORw0KGgo/a.png", "/9j/images/cat", "R0lGOD/dogs", "UklGRtcats/dogs", "Qk0abc/dogs1234"],
+    [
+        "cats/dogs",
+        "iVBORw0KGgo/a.png",
+        "/9j/images/cat",
+        "R0lGOD/dogs",
+        "UklGRtcats/dogs",
+        "Qk0abc/dogs1234",
+        "a=== ",
+    ],
 )
 def test_a_path_like_base64_stays_a_path(path):
     assert held_or_named(path) == path
