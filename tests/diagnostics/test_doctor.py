@@ -30,7 +30,7 @@ from mmrl.reporting import html
 from mmrl.rewards.adapters import per_outcome
 from mmrl.training.loop import train
 from tests.support.toy_flow import flow_plan
-from tests.support.toys import STOP, Lookup, ToyGenerate, ToyText, plan, toy_run
+from tests.support.toys import STOP, Lookup, ToyGenerate, ToyText, plan, prompts, toy_run
 
 HERE = __name__
 
@@ -226,6 +226,49 @@ def test_the_doctor_knows_equal_rewards_that_give_advantages(tmp_path, chain, wa
     """Labelled answers (KTO) have the same label in a group, and are learned from."""
     found = examined(tmp_path / "run", rewards=[f"{HERE}:constant"], advantage=chain)
     assert bool(found["zero_variance_groups"]) is warned
+
+
+class Scoring(Begun):
+    """A reward model: log-probabilities of 0, and a score of every answer."""
+
+    outputs = frozenset({"score"})
+
+    def __call__(self, batch, extra=frozenset()):
+        logits = super().__call__(batch).logp.sum(-1, keepdim=True)
+        return StepOutput(torch.zeros_like(logits), {"score": logits} if "score" in extra else {})
+
+    def collate(self, rollouts):
+        batch = super().collate(rollouts)
+        return batch.replace(mask=batch.mask[:, :1])
+
+
+def labelled(*, num=8):
+    """Recorded pairs, of which the first answer is preferred."""
+    labels = [{"preferred": 1.0}, {"preferred": 0.0}]
+
+    def pair(prompt):
+        return tuple(replace(x, recorded=label) for x, label in zip(prompt.answers, labels, strict=True))
+
+    return [replace(prompt, answers=pair(prompt)) for prompt in prompts(num=num, answers=2)]
+
+
+DPO = {"name": "comparison", "implicit_reward": "log_ratio", "compare": ["sigmoid"]}
+
+
+@pytest.mark.parametrize("method", ["dpo", "reward_model"])
+def test_recorded_pairs_are_sound(tmp_path, method):
+    """Their labels belong to the recorded answers, and a reward model has no log-probabilities."""
+    found = examined(
+        tmp_path / "run",
+        advantage=["total", "pairs_with_ties" if method == "reward_model" else "best_vs_worst"],
+        objective={"name": "bradley_terry"} if method == "reward_model" else DPO,
+        references={} if method == "reward_model" else {"ref": "frozen"},
+        policy=f"{HERE}:{'Scoring' if method == 'reward_model' else 'Begun'}",
+        data=f"{HERE}:labelled",
+        rewards=[{"name": "precomputed", "key": "preferred"}],
+        rollout={"num_generations": 2, "engine": ["offline"]},
+    )
+    assert not any(found.values()), found
 
 
 MISTAKES = {

@@ -83,10 +83,11 @@ def reward_sanity(examined: Examined) -> Iterator[Finding]:
     if not prompts:
         return
     answers = [prompt.answers[0] if prompt.answers else Outcome(text=prompt.target) for prompt in prompts]
-    # Empty answers: no text, black images and videos.
+    # Empty answers: no text, black images and videos. Recorded rewards are those of the good answer.
     empty = [
         replace(
             good,
+            recorded={},
             text=None if good.text is None else "",
             image=None if good.image is None else torch.zeros_like(good.image),
             video=None if good.video is None else torch.zeros_like(good.video),
@@ -95,7 +96,7 @@ def reward_sanity(examined: Examined) -> Iterator[Finding]:
     ]
     spoilt = {"an empty one": empty}
     if len(prompts) > 1:
-        spoilt["one to another prompt"] = [*answers[1:], answers[0]]  # shift: the next prompt's answer
+        spoilt["one to another prompt"] = [replace(x, recorded={}) for x in [*answers[1:], answers[0]]]
     bounds = [bound for bound in examined.rewards if bound.weight]
     good = {bound.name: _measured(bound, prompts, answers) for bound in bounds}
     equal = []
