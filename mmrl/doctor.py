@@ -16,11 +16,12 @@ from mmrl.config.schema import Config, Evaluation, Piece
 from mmrl.core.protocols import RendersPrompts
 from mmrl.core.step_table import Batch
 from mmrl.core.types import Prompt, Rollouts
-from mmrl.diagnostics.context import Examined, Finding
+from mmrl.diagnostics.context import Examined, Finding, answer_scores
 from mmrl.diagnostics.memory_estimates import estimate_with, in_use, room
 from mmrl.reporting.answers import target_text
 from mmrl.runtime.modules import evaluating
 from mmrl.training.collect import collect, in_order
+from mmrl.training.loop import add_reference_outputs
 from mmrl.training.trainer import Run
 
 SPARE = 0.1  # fraction of trained parameters that may have a gradient of 0
@@ -127,6 +128,8 @@ def _look(small: Config, config: Config) -> Examined:
         needs=run.learner.needs,
         rollouts=collection.rollouts,
         table=collection.table,
+        credit=run.advantage(add_reference_outputs(run, collection, run.learner.chain)),
+        taught=run.learner.taught,
         batch=batch,
         micro_batch_steps=run.learner.guard.micro_batch_steps,
         untouched=untouched,
@@ -137,7 +140,7 @@ def _look(small: Config, config: Config) -> Examined:
 
 
 def _reached(run: Run, batch: Batch) -> tuple[list[str], float]:
-    """List trained parameters without influence on log-probabilities, and measure activation memory.
+    """List trained parameters without influence on log-probabilities or scores; measure activation memory.
 
     Returns the names of these parameters, and the bytes that a micro-batch of `micro_batch_steps` saves for
     backward.
@@ -149,7 +152,7 @@ def _reached(run: Run, batch: Batch) -> tuple[list[str], float]:
     micro = batch.select(rows, columns).on(run.processes.device)
     with _nudged(parameters), evaluating(module):
         with saved_storages(module) as kept:
-            logp = run.policy(micro, frozenset()).logp
+            logp = answer_scores(run.policy, micro, run.learner.needs)
         # Weight steps unequally: a plain sum has gradient 0 for parameters with equal effect on all steps.
         signs = torch.linspace(0.5, 1.5, logp.numel()).view_as(logp).to(logp)
         gradients = [None] * len(named)

@@ -171,19 +171,24 @@ def toolkit_options(toolkit: str, overrides: Sequence[str]) -> tuple[Any, Any, l
 def _folder_of(folder: Path, facts: Mapping[str, Any], *, own: bool) -> Path:
     """Return an evaluation's output folder; a default folder (`own`) that is taken gets a number.
 
-    Raises ConfigError if the user named a folder that contains another evaluation.
+    Raises ConfigError if the user named a folder that contains another evaluation, or a part of one.
     """
-    from mmrl.runtime.folders import mark_of
+    from mmrl.runtime.folders import content, mark_of
 
     tried = folder
     for number in count(2):
-        recorded = mark_of(tried).get("of")
-        changed = {} if recorded is None else differences(recorded, facts)
+        record = mark_of(tried)
+        changed = differences(record["of"], facts) if "of" in record and content(tried) else {}
         if not changed:
             break
         if not own:
+            other = (
+                "part of another evaluation, which did not finish"
+                if "unfinished" in record
+                else "another evaluation"
+            )
             raise ConfigError(
-                f"'{folder}' holds another evaluation: {describe(changed, 'there', 'here')}; name another "
+                f"'{folder}' holds {other}: {describe(changed, 'there', 'here')}; name another "
                 "output_dir, or delete that folder"
             )
         tried = folder.with_name(f"{folder.name}-{number}")
@@ -215,8 +220,10 @@ def _writing(
 
     with locked(folder, processes):
         if processes.main:
-            mark(folder, "evaluate", of=facts, **record)
+            mark(folder, "evaluate", of=facts, unfinished=True, **record)
         yield
+        if processes.main:
+            mark(folder, "evaluate", of=facts, **record)
 
 
 def _config_of(name: str, overrides: Sequence[str]) -> tuple[Config | EvaluateConfig, Path | None, bool]:

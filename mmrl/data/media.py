@@ -23,8 +23,12 @@ MAX_IMAGE_PIXELS = 100_000_000
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 ORIENTATION = 0x0112  # EXIF tag of the image orientation
 CHANNELS = (1, 3, 4)
-# A `data:` URL, or plain base64 text, which is recognised by the first bytes of PNG, JPEG, GIF and WebP.
-HELD = re.compile(r"(?P<address>data:\w+/[^,]*;base64,|(?=(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[\w+/=\s]{200}))")
+DATA_URL = re.compile(r"data:\w+/[^,]*;base64,")
+BASE64 = re.compile(r"[A-Za-z0-9+/\s]{200}|[A-Za-z0-9+/\s]+=*\s*$")
+# First bytes of PNG, JPEG, GIF, WebP and BMP (in which four bytes are reserved and 0).
+MAGIC = re.compile(
+    rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff[\xc0-\xfe]|GIF8[79]a|RIFF.{4}WEBP|BM.{4}\0{4}", re.DOTALL
+)
 # Allowed containers, by their ffmpeg names. They cannot refer to other files, unlike playlists and stream
 # descriptions (hls, concat, image2, dash, sdp).
 CONTAINERS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,gif"
@@ -35,13 +39,16 @@ class MediaError(RowError):
 
 
 def held_or_named(text: str) -> bytes | str:
-    """Decode a `data:` URL or base64 text to bytes; return other text as a path, without `file://`.
+    """Decode a `data:` URL or an image in base64 to bytes; return other text as a path, without `file://`.
 
     Raises `MediaError` for other URLs, since nothing is downloaded.
     """
-    if match := HELD.match(text):
+    url, head = DATA_URL.match(text), "".join(text[:200].split()).rstrip("=")
+    # 200 characters of base64 are no path: a wrong one after them is an error.
+    if url or (BASE64.match(text) and MAGIC.match(base64.b64decode(head[: len(head) // 4 * 4]))):
         with decoding(f"{text[:40]}...", "base64", (ValueError,)):
-            return base64.b64decode(text[match.end("address") :])
+            compact = "".join(text[url.end() if url else 0 :].split()).rstrip("=")
+            return base64.b64decode(compact + "=" * (-len(compact) % 4), validate=True)
     path = text.removeprefix("file://")
     if "://" in path:
         raise MediaError(f"'{path[:200]}' is an address, and nothing is downloaded; name a local file")

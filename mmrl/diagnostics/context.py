@@ -45,7 +45,8 @@ class Examined:
 
     Args:
         batch: The training batch of the rollouts.
-        credit: The advantages; None in `mmrl doctor`.
+        credit: The advantages.
+        taught: Whether the objective learns from another model than the policy, such as a teacher.
         micro_batch_steps: Steps per micro-batch.
         untouched: Names of trained parameters without a gradient.
         memory: Estimated bytes by component.
@@ -63,6 +64,7 @@ class Examined:
     table: RewardTable
     batch: Batch | None = None
     credit: RewardTable | None = None
+    taught: bool = False
     micro_batch_steps: int = 1
     untouched: Sequence[str] = ()
     memory: Mapping[str, float] = field(default_factory=dict)
@@ -90,7 +92,7 @@ class Examined:
         out = torch.zeros(batch.mask.shape, dtype=torch.float64)
         with torch.no_grad():
             for rows, columns in cuts:
-                logp = self.policy(batch.select(rows, columns), frozenset()).logp.double().cpu()
+                logp = answer_scores(self.policy, batch.select(rows, columns), self.needs).double().cpu()
                 out[rows, columns] = pad_to(logp, out[:, columns].shape[1], 1)
         return out
 
@@ -98,6 +100,14 @@ class Examined:
         """Compute the policy's log-probabilities of any rollouts: (rows, steps), 0 after the last step."""
         batch = self.policy.collate(rollouts)
         return self.replay(batch) * batch.mask.cpu()
+
+
+def answer_scores(policy: Policy, batch: Batch, needs: Needs) -> Tensor:
+    """Compute log-probabilities (N, T); for a reward model, whose are all 0, the sum of its scores."""
+    logp = policy(batch, frozenset()).logp
+    if logp.any():
+        return logp
+    return sum((out for out in policy(batch, needs.outputs).extra.values() if out.shape == logp.shape), logp)
 
 
 LOSSY = "video_pruning_rate"  # option of engines that drop video tokens

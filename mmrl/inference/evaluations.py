@@ -37,6 +37,7 @@ from mmrl.reporting.predictions import (
     Joined,
     Predictions,
     Row,
+    aligned,
     by_prompt,
     check_same_prompts,
     find_predictions,
@@ -179,7 +180,8 @@ def explain(first: StoredEvaluation, second: StoredEvaluation) -> Explanation:
     Settings of rewards and metrics are tested by scoring the stored answers again. Settings of policy and
     data are tested by rendering the prompts again. All other settings need a new evaluation.
     """
-    stored = stored_prompts(first.predictions, second.predictions)
+    other = aligned(first.predictions, second.predictions)
+    stored = stored_prompts(first.predictions, other)
     if first.config is None or second.config is None:
         names = [str(one.predictions.path) for one in (first, second) if one.config is None]
         note = f"no settings are recorded for {' and '.join(names)}, so only answers are compared"
@@ -188,7 +190,7 @@ def explain(first: StoredEvaluation, second: StoredEvaluation) -> Explanation:
     # Compare the code hashes of a piece only with those of the same piece.
     changed = {k: (a, b) for k, (a, b) in changed.items() if not inside(k, "code") or same_name(a, b)}
     answered = first.uids
-    shared = [uid for uid in by_prompt(second.predictions) if uid in answered]
+    shared = [uid for uid in by_prompt(other) if uid in answered]
     rendering = Rendering(first.read_prompts, first.config, shared)
     scoring = {setting: values for setting, values in changed.items() if inside(setting, *SCORING)}
     effects = scoring_effects(first, scoring)
@@ -345,7 +347,7 @@ def rescore_both(
         ConfigError: The evaluations have no prompt in common, or no reward that scores both.
     """
     both, joined, faults = (first.predictions, second.predictions), dict[str, Joined](), list[str]()
-    check_same_prompts(*both)
+    check_same_prompts(both[0], aligned(*both))
     if {*both[0].measures} & {*both[1].measures}:
         joined[""] = join(*both, by=by)
     for stored, other in ((first, second), (second, first)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def read_predictions(path: Path) -> Predictions:
 
 @dataclass(frozen=True)
 class Joined:
-    """Two evaluations joined on the uids of their prompts."""
+    """Two evaluations joined on the uids of their prompts, or on their contents if `note` says so."""
 
     first: Predictions
     second: Predictions
@@ -101,6 +101,7 @@ class Joined:
     only_second: int
     other_targets: int  # number of prompts left out because their targets differ
     other_words: int  # number of pairs whose prompt texts differ
+    note: str = ""  # why prompts were not joined on uids
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ def join(first: Predictions, second: Predictions, by: str | None = None) -> Join
 
     Raises ConfigError if the evaluations share no prompt or no reward.
     """
+    own, second = second, aligned(first, second)
     same = check_same_prompts(first, second)
     measures = [name for name in second.measures if name in first.measures]
     if not measures:
@@ -155,7 +157,42 @@ def join(first: Predictions, second: Predictions, by: str | None = None) -> Join
         only_second=len(after) - len(shared),
         other_targets=len(shared) - len(same),
         other_words=sum(a[0]["prompt"] != b[0]["prompt"] for a, b in pairs),
+        note=""
+        if own is second
+        else f"{no_uid(first, own)}: prompts of equal text, target and media are one",
     )
+
+
+def aligned(first: Predictions, second: Predictions) -> Predictions:
+    """If no uid is in both, name prompts of `second` as those of `first` with equal text, target and media.
+
+    Prompts whose content occurs twice keep their uids.
+    """
+    if by_prompt(first).keys() & by_prompt(second).keys():
+        return second
+    for column in ("media", "inputs"):  # names, or hashes for media inside rows
+        mine, theirs = (_by_content(one, column) for one in (first, second))
+        if names := {theirs[content]: mine[content] for content in mine.keys() & theirs.keys()}:
+            return replace(
+                second, rows=[{**row, "uid": names.get(row["uid"], row["uid"])} for row in second.rows]
+            )
+    return second
+
+
+def _by_content(predictions: Predictions, column: str) -> dict[tuple, str]:
+    uids: dict[tuple, list[str]] = {}
+    for uid, (row, *_) in by_prompt(predictions).items():
+        media = uid if row.get(column) is None else row[column]
+        media = media.split()[1:] if column == "inputs" and media is not uid else media  # "tokens media"
+        uids.setdefault((row["prompt"], row.get("target"), str(media)), []).append(uid)
+    return {content: same[0] for content, same in uids.items() if len(same) == 1}
+
+
+def no_uid(first: Predictions, second: Predictions) -> str:
+    """Say that no uid is in both evaluations, and why."""
+    one, other = (predictions.rows[0]["uid"] for predictions in (first, second))
+    why = "rows without an `id` are named after their file and number"
+    return f"no uid is in both (the first are '{one}' and '{other}'; {why})"
 
 
 def check_same_prompts(first: Predictions, second: Predictions) -> list[str]:
@@ -164,7 +201,8 @@ def check_same_prompts(first: Predictions, second: Predictions) -> list[str]:
     shared = [uid for uid in before if uid in after]
     same = [uid for uid in shared if before[uid][0].get("target") == after[uid][0].get("target")]
     if not same:
-        why = "their targets differ" if shared else "no uid is in both"
+        why = f"{no_uid(first, second)}; evaluate both on one file, or give its rows an `id`"
+        why = "their targets differ" if shared else why
         raise ConfigError(f"'{first.path}' and '{second.path}' have no prompt in common: {why}")
     return same
 

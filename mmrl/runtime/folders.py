@@ -25,15 +25,23 @@ def mark(folder: Path, by: str, **facts: Any) -> None:
 
 
 def mark_of(folder: Path) -> dict[str, Any]:
-    """Read a folder's marker file, or infer `by` from its content; {} if mmrl did not make the folder."""
+    """Read a folder's marker file, or infer `by` from its content; {} if mmrl did not make the folder.
+
+    Raises `ConfigError` for a damaged marker file.
+    """
+    if not (folder / MARK).exists():
+        by = next((by for by, proof in _PROOFS.items() if proof(folder)), "")
+        return {"by": by} if by else {}
     try:
         parsed = json.loads((folder / MARK).read_text(encoding="utf-8"))
-        if isinstance(parsed, dict) and isinstance(parsed.get("by"), str):
-            return parsed
-    except (OSError, ValueError):
-        pass  # unreadable: infer from the content below
-    by = next((by for by, proof in _PROOFS.items() if proof(folder)), "")
-    return {"by": by} if by else {}
+    except (OSError, ValueError) as error:
+        parsed = error
+    if isinstance(parsed, dict) and isinstance(parsed.get("by"), str):
+        return parsed
+    reason = parsed if isinstance(parsed, Exception) else "wanted a JSON object with `by`"
+    raise ConfigError(
+        f"'{folder / MARK}', which records what made '{folder}', is damaged ({reason}); restore or delete it"
+    )
 
 
 def content(folder: Path) -> list[Path]:

@@ -98,6 +98,12 @@ class Learner:
             needed["old"] = self.references.get(self.rollout_policy, self.policy)
         return needed
 
+    @property
+    def taught(self) -> bool:
+        """Whether the objective reads another model than the policy, such as a teacher."""
+        read = (self.references.get(name) for name in self.needs.others)
+        return any(reference and not isinstance(reference, Reference) for reference in read)
+
     def set_learning_rate(self, clock: Clock) -> None:
         """Set the optimizer's learning rate for a training step."""
         rate = self.learning_rate

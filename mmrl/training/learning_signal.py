@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +67,10 @@ class LearningSignal:
 
 def cause(metrics: Mapping[str, float]) -> str:
     """Explain from the metrics of a step why it changed no weight, and give advice."""
+    failed = [name for name, rate in metrics.items() if name.endswith("/error_rate") and rate > 0]
+    if failed and math.isnan(metrics.get("reward", 0.0)):  # no group is whole
+        names = ", ".join(f"'{name.split('/', 1)[1].rpartition('/')[0]}'" for name in failed)
+        return f"every group was dropped, since {names} failed for one of its answers; mend the reward"
     alike = metrics.get("frac_reward_zero_std") == 1 or metrics.get("reward_std") == 0
     if metrics.get("frac_groups_kept") == 0 or alike:
         dropped = "the group filter kept no group, since" if metrics.get("frac_groups_kept") == 0 else ""

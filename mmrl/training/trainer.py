@@ -250,6 +250,7 @@ class Run:
             rollouts=collection.rollouts,
             table=collection.seen,
             credit=credit,
+            taught=self.learner.taught,
             untouched=self.learner.untouched or (),
         )
         for check in self.report.pieces.startup_checks:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from mmrl.core.types import Outcome
 from mmrl.data.fields import RowError
-from mmrl.data.media import MediaError, to_image, upright_size
+from mmrl.data.media import MediaError, held_or_named, to_image, upright_size
 from mmrl.data.media_reader import MediaReader, film
 from mmrl.data.object_rows import put_rows
 from mmrl.diffusion.image_io import load_image
@@ -39,6 +39,7 @@ def clear(mode):
 
 
 # An image, how it is saved, and the form of the file.
+PLAIN = ("PNG", "JPEG", "GIF", "WEBP", "BMP")  # recognised in plain base64
 MODES = {
     "RGB": (Image.fromarray(PIXELS), {}, "PNG"),
     "L": (Image.fromarray(PIXELS[..., 0]), {}, "PNG"),
@@ -76,7 +77,7 @@ def by_every_way(folder, image, options, form):
         yield f"{name} in a row", shown(put_rows("rows", [{"prompt": "q", "image": value}], "train"))
     held, address = base64.b64encode(data).decode(), f"file://{path}"
     texts = {"data address": f"data:image/{form.lower()};base64,{held}", "file address": address}
-    for name, value in {**texts, **({"base64": held} if len(held) > 250 else {})}.items():
+    for name, value in {**texts, **({"base64": held} if form in PLAIN else {})}.items():
         yield (
             f"{name} in a row",
             shown(put_rows("rows", [{"prompt": "q", "image": value}], "train"), str(folder)),
@@ -95,6 +96,41 @@ def by_every_way(folder, image, options, form):
     )
     yield "frame", film([opened()]).pixels
     yield "target of a flow model", load_image(path)[None]
+
+
+@pytest.mark.parametrize("form", PLAIN)
+def test_a_small_image_in_plain_base64_is_no_path(tmp_path, form):
+    data = io.BytesIO()
+    Image.new("RGB", (2, 2), (250, 10, 20)).save(data, form, lossless=True)
+    held = base64.b64encode(data.getvalue()).decode()
+    wanted = MediaReader()("image", data.getvalue(), "it").load().pixels
+    wrapped = "\n".join(held[at : at + 20] for at in range(0, len(held), 20))
+    for text in (held, wrapped, held.rstrip("=")):
+        assert torch.equal(MediaReader()("image", text, "it").load().pixels, wanted)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "cats/dogs",
+        "iVBORw0KGgo/a.png",
+        "/9j/images/cat",
+        "R0lGOD/dogs",
+        "UklGRtcats/dogs",
+        "Qk0abc/dogs1234",
+        "a=== ",
+    ],
+)
+def test_a_path_like_base64_stays_a_path(path):
+    assert held_or_named(path) == path
+
+
+def test_damaged_base64_is_said_to_be_base64(tmp_path):
+    data = io.BytesIO()
+    Image.effect_noise((32, 32), 50).save(data, "PNG")
+    held = base64.b64encode(data.getvalue()).decode()
+    with pytest.raises(MediaError, match=r"cannot decode 'iVBORw0KGgo.*wanted base64"):
+        held_or_named(held[:300] + "-" + held[301:])
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -30,7 +30,7 @@ from mmrl.reporting import html
 from mmrl.rewards.adapters import per_outcome
 from mmrl.training.loop import train
 from tests.support.toy_flow import flow_plan
-from tests.support.toys import STOP, Lookup, ToyGenerate, ToyText, plan, toy_run
+from tests.support.toys import STOP, Lookup, ToyGenerate, ToyText, plan, prompts, toy_run
 
 HERE = __name__
 
@@ -197,6 +197,77 @@ def test_a_sound_run_is_healthy(tmp_path):
             importance_correction, rewards_apply, repeatable_rollouts,
         )
     }  # fmt: skip
+    assert not any(found.values()), found
+
+
+class Elder:
+    """A teacher: another table than the policy's."""
+
+    def __init__(self, policy) -> None:
+        self.decay, self.table = 1.0, torch.zeros_like(policy.table)
+
+    def __call__(self, batch, extra=frozenset()):
+        said = self.table[batch.steps.prompt].log_softmax(-1)
+        return StepOutput(said.gather(2, batch.steps.tokens[..., None])[..., 0] * batch.mask, {})
+
+
+@pytest.mark.parametrize("against", ["teacher", "ref"])
+def test_equal_rewards_are_fine_beside_a_teacher(tmp_path, against):
+    objective = {"penalty": [{"name": "k2", "against": against}]}
+    references = {"ref": "frozen", "teacher": f"{HERE}:Elder"}
+    found = examined(
+        tmp_path / "run", rewards=[f"{HERE}:constant"], objective=objective, references=references
+    )
+    assert bool(found["zero_variance_groups"]) is (against == "ref")
+
+
+@pytest.mark.parametrize(("chain", "warned"), [(["total"], False), (["total", "group_center"], True)])
+def test_the_doctor_knows_equal_rewards_that_give_advantages(tmp_path, chain, warned):
+    """Labelled answers (KTO) have the same label in a group, and are learned from."""
+    found = examined(tmp_path / "run", rewards=[f"{HERE}:constant"], advantage=chain)
+    assert bool(found["zero_variance_groups"]) is warned
+
+
+class Scoring(Begun):
+    """A reward model: log-probabilities of 0, and a score of every answer."""
+
+    outputs = frozenset({"score"})
+
+    def __call__(self, batch, extra=frozenset()):
+        logits = super().__call__(batch).logp.sum(-1, keepdim=True)
+        return StepOutput(torch.zeros_like(logits), {"score": logits} if "score" in extra else {})
+
+    def collate(self, rollouts):
+        batch = super().collate(rollouts)
+        return batch.replace(mask=batch.mask[:, :1])
+
+
+def labelled(*, num=8):
+    """Recorded pairs, of which the first answer is preferred."""
+    labels = [{"preferred": 1.0}, {"preferred": 0.0}]
+
+    def pair(prompt):
+        return tuple(replace(x, recorded=label) for x, label in zip(prompt.answers, labels, strict=True))
+
+    return [replace(prompt, answers=pair(prompt)) for prompt in prompts(num=num, answers=2)]
+
+
+DPO = {"name": "comparison", "implicit_reward": "log_ratio", "compare": ["sigmoid"]}
+
+
+@pytest.mark.parametrize("method", ["dpo", "reward_model"])
+def test_recorded_pairs_are_sound(tmp_path, method):
+    """Their labels belong to the recorded answers, and a reward model has no log-probabilities."""
+    found = examined(
+        tmp_path / "run",
+        advantage=["total", "pairs_with_ties" if method == "reward_model" else "best_vs_worst"],
+        objective={"name": "bradley_terry"} if method == "reward_model" else DPO,
+        references={} if method == "reward_model" else {"ref": "frozen"},
+        policy=f"{HERE}:{'Scoring' if method == 'reward_model' else 'Begun'}",
+        data=f"{HERE}:labelled",
+        rewards=[{"name": "precomputed", "key": "preferred"}],
+        rollout={"num_generations": 2, "engine": ["offline"]},
+    )
     assert not any(found.values()), found
 
 

@@ -198,10 +198,16 @@ def test_what_vlmeval_cannot_score_is_named_and_what_it_scored_before_is_kept(vl
     assert main([*vlmeval, "data=some,unknown", engine]) == 2
     assert "vlmeval has no data set 'unknown'" in capsys.readouterr().err
     assert not (tmp_path / "out/some").exists()
+    assert main([*vlmeval, "data=some", engine]) == 0, "a failure that wrote nothing leaves the folder free"
     other = f"output_dir={tmp_path / 'other'}"
     assert main([*vlmeval, "data=some,no_scoring", engine, other]) == 2
     assert "vlmeval has no scoring for 'no_scoring'" in capsys.readouterr().err
     assert (tmp_path / "other/some/evaluation.json").exists()
+    assert main([*vlmeval, "data=some", engine, other]) == 2
+    assert "part of another evaluation, which did not finish: vlmeval.data is" in capsys.readouterr().err
+    assert main([*vlmeval, "data=some", engine]) == 0
+    assert main([*vlmeval, "data=some", engine, "limit=1"]) == 2
+    assert "out' holds another evaluation: vlmeval.limit is" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("toolkit", ["lmms_eval", "vlmeval"])

@@ -50,12 +50,12 @@ def home(tmp_path_factory, checkpoint):
 def answered(home, tmp_path):
     """Copy evaluation `a` to a new folder with other answers, rewards as `form: number` gives them."""
 
-    def copy(name, answers, rewards, **facts):
+    def copy(name, answers, rewards, uid=(), **facts):
         from pyarrow import parquet
 
         table = parquet.read_table(home / "a" / "predictions.parquet").to_pydict()
         table |= {"completion": answers, "reward/short_answer": rewards, "reward": rewards}
-        table |= {"correct": [value == 1 for value in rewards]}
+        table |= {"correct": [value == 1 for value in rewards], "uid": list(uid) or table["uid"]}
         write_columns(tmp_path / name / "predictions.parquet", table, {b"correct": b"short_answer"})
         record = mark_of(home / "a")
         for key, value in facts.items():
@@ -100,6 +100,19 @@ def test_stored_answers_are_scored_with_the_other_parser(answered):
     for title, wanted in zip(list(joined)[1:], ([1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]), strict=True):
         for side in (0, 1):  # equal answers get equal rewards under one parser
             assert [pair[side][0]["reward/short_answer"] for pair in joined[title].pairs] == wanted
+
+
+def test_equal_data_under_another_name_are_explained_and_scored_again(home, answered, tmp_path):
+    first = read_stored(answered("x", ANSWERS, [1.0, 1.0, 1.0, 0.0]))
+    rows = (home / "rows.jsonl").read_text().replace('"id": "q', '"id": "r')
+    (tmp_path / "others.jsonl").write_text(rows)
+    data = {"name": "vision.visual_qa", "path": str(tmp_path / "others.jsonl")}
+    settings = {"evaluation__data": data, "evaluation__rewards__0__form": "text"}
+    uids = [f"r{i}" for i in range(4)]
+    second = read_stored(answered("y", ANSWERS, [1.0, 0.0, 0.0, 0.0], uid=uids, **settings))
+    assert explain(first, second).stored_prompts == PromptDifference(0, 4)
+    joined, faults = rescore_both(first, second)
+    assert faults == [] and [len(one.pairs) for one in joined.values()] == [4, 4, 4]
 
 
 def test_rewards_that_are_not_reproduced_are_named(answered):

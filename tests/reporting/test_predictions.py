@@ -8,6 +8,7 @@ import pytest
 
 from mmrl.config.schema import ConfigError
 from mmrl.reporting.answers import CORRECT, write_columns
+from mmrl.reporting.html.predictions import notes_on
 from mmrl.reporting.predictions import Change, change_of, find_predictions, join, read_predictions
 
 
@@ -81,6 +82,38 @@ def test_prompts_of_one_evaluation_alone_are_counted(tmp_path):
     assert (joined.only_first, joined.only_second, joined.other_targets) == (1, 2, 1)
     third = write(tmp_path / "c.parquet", [1.0], uids=["q"], targets=["2"], prompt=["in other words"])
     assert join(read_predictions(first), read_predictions(third)).other_words == 1
+
+
+def renamed(tmp_path, **columns):
+    """Two evaluations of three prompts whose uids have the names of two files."""
+    paths = []
+    for name in "ab":
+        columns = {"prompt": ["why", "how", "how"], "media": [["x.png"]] * 3, **columns}
+        values = {key: value[name] if isinstance(value, dict) else value for key, value in columns.items()}
+        uids = [f"{name}#{i}" for i in range(3)]
+        paths.append(write(tmp_path / f"{name}.parquet", [1.0, 0.0, 0.0], uids=uids, **values))
+    return [read_predictions(path) for path in paths]
+
+
+def test_equal_data_under_another_name_are_matched_by_content(tmp_path):
+    joined = join(*renamed(tmp_path))
+    assert [a[0]["uid"] for a, _ in joined.pairs] == ["a#0"]  # the other two are not to be told apart
+    assert (joined.only_first, joined.only_second) == (2, 2)
+    assert "no uid is in both (the first are 'a#0' and 'b#0'" in joined.note
+    assert joined.note in notes_on(joined, ["x", "y"])
+
+
+def test_media_inside_rows_are_matched_by_their_hash(tmp_path):
+    inside = {name: [[f"the image of {name}:{i}"] for i in range(3)] for name in "ab"}
+    inputs = {"a": ["t 1", "t 2", "t 3"], "b": ["t 1", "t 3", "t 4"]}
+    joined = join(*renamed(tmp_path, media=inside, inputs=inputs))
+    assert [(a[0]["uid"], b[0]["inputs"]) for a, b in joined.pairs] == [("a#0", "t 1"), ("a#2", "t 3")]
+
+
+def test_other_media_or_unknown_media_are_no_match(tmp_path):
+    for media in ({"a": [["x.png"]] * 3, "b": [["y.png"]] * 3}, [None] * 3):
+        with pytest.raises(ConfigError, match="named after their file and number.*give its rows an `id`"):
+            join(*renamed(tmp_path, media=media))
 
 
 def test_evaluations_with_nothing_in_common_are_refused(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from mmrl.cli import main
 from mmrl.config.loading import ConfigError
 from mmrl.runtime.files import LOCK, hold, make_private
-from mmrl.runtime.folders import check_owner, check_writable, making, mark, mark_of
+from mmrl.runtime.folders import MARK, check_owner, check_writable, making, mark, mark_of
 from tests.support.toys import plan
 
 
@@ -101,12 +101,28 @@ def test_the_folder_of_another_command_is_refused_by_name(tmp_path, by):
         (None, "trainer_state.json", "{}"),
         (None, "manifest.json", "{}"),
         (None, "README.md", "about mmrl\n"),
-        (None, ".mmrl", "not JSON"),
     ],
 )
 def test_folders_without_a_mark_are_known_by_what_is_in_them(tmp_path, by, name, text):
     (tmp_path / name).write_text(text)
     assert mark_of(tmp_path).get("by") == by
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "Expecting value"),
+        ('{"by": "eva', "Unterminated"),
+        ("[1]", "JSON object"),
+        ('{"of": {}}', "JSON object"),
+        ("\udcff", "decode"),  # no UTF-8
+    ],
+)
+def test_a_damaged_mark_is_an_error_that_names_the_file(tmp_path, text, reason):
+    fill(tmp_path, "evaluation.json")
+    (tmp_path / MARK).write_text(text, errors="surrogateescape")
+    with pytest.raises(ConfigError, match=f"'{tmp_path / MARK}', which .* is damaged .*{reason}"):
+        mark_of(tmp_path)
 
 
 def test_what_nobody_of_us_made_is_neither_overwritten_nor_emptied(tmp_path):

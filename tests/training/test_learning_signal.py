@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from mmrl.reporting.metrics import Journal
@@ -79,6 +81,15 @@ def test_a_run_that_stops_learning_later_is_warned_alone():
     ("metrics", "words"),
     [
         ({"frac_groups_kept": 0.0, "reward": 0.0}, "the group filter kept no group, since all answers"),
+        (
+            {
+                "frac_groups_kept": 0.0,
+                "reward": math.nan,
+                "rewards/a/b/error_rate": 0.1,
+                "rewards/c/error_rate": 0.0,
+            },
+            "every group was dropped, since 'a/b' failed for one of its answers",
+        ),
         ({"frac_reward_zero_std": 1.0}, "all answers of every prompt earned the same"),
         ({"reward_std": 0.3, "learning_rate": 0.0}, "learn.learning_rate is 0"),
         ({"reward_std": 0.3, "learning_rate": 1.0, "skipped_updates": 2.0}, "updates were skipped"),

@@ -34,9 +34,9 @@ def rewards_apply(examined: Examined) -> Iterator[Finding]:
 
 @check(on="start")
 def zero_variance_groups(examined: Examined) -> Iterator[Finding]:
-    """Check that rewards differ between answers to a prompt, unless the method learns from equal rewards.
+    """Check that rewards differ between the answers to a prompt, if the run learns from their differences.
 
-    Such methods do not compare the answers of a group, for example KTO with labelled answers.
+    KTO has advantages from single labelled answers, and distillation learns from a teacher without advantages.
     """
     table, credit = join_episodes(examined.table), examined.credit
     if not len(table) or examined.config.rollout.num_generations < 2:
@@ -59,6 +59,8 @@ def zero_variance_groups(examined: Examined) -> Iterator[Finding]:
             "see whether they read what they should; a reward that never differs changes no advantage",
         )
         return
+    if examined.taught:
+        return
     if credit is not None and bool((credit.values[credit.valid].abs() > EQUAL).any()):
         return
     yield Finding(
@@ -80,10 +82,11 @@ def reward_sanity(examined: Examined) -> Iterator[Finding]:
     if not prompts:
         return
     answers = [prompt.answers[0] if prompt.answers else Outcome(text=prompt.target) for prompt in prompts]
-    # Empty answers: no text, black images and videos.
+    # Empty answers: no text, black images and videos. Recorded rewards are those of the good answer.
     empty = [
         replace(
             good,
+            recorded={},
             text=None if good.text is None else "",
             image=None if good.image is None else torch.zeros_like(good.image),
             video=None if good.video is None else torch.zeros_like(good.video),
@@ -92,7 +95,7 @@ def reward_sanity(examined: Examined) -> Iterator[Finding]:
     ]
     spoilt = {"an empty one": empty}
     if len(prompts) > 1:
-        spoilt["one to another prompt"] = [*answers[1:], answers[0]]  # shift: the next prompt's answer
+        spoilt["one to another prompt"] = [replace(x, recorded={}) for x in [*answers[1:], answers[0]]]
     bounds = [bound for bound in examined.rewards if bound.weight]
     good = {bound.name: _measured(bound, prompts, answers) for bound in bounds}
     equal = []

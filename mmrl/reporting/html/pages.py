@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,8 @@ def write(page: str, path: Path) -> Path:
 def run_page(run: RunFolder, answers: str = "") -> str:
     """Render the page of a run; `answers` is the path of the page with the run's last predictions."""
     weights = weights_of(run.config)
-    rewards = {name.split("/")[1] for record in run.records for name in record if name.startswith("rewards/")}
+    means = (re.fullmatch("rewards/(.*)/mean", name) for record in run.records for name in record)
+    rewards = {mean[1] for mean in means if mean}  # not `rewards/chosen` of a comparison
     heaviest = sorted(rewards, key=lambda name: (-abs(weights.get(name, 0.0)), name))
     held_out = [name for name in run.metrics if not name.startswith(COSTS)][:TILES]
     figures = (time_split(run.records), *curves({run.name: run.records}))

@@ -104,7 +104,8 @@ def change_rows(changes: Sequence[Change], names: Sequence[str]) -> tuple[list[s
 
 def notes_on(joined: Joined, names: Sequence[str]) -> list[str]:
     """Return sentences with the numbers of prompts in both evaluations, in only one, and left out."""
-    notes = [f"{len(joined.pairs)} prompts are in both"]
+    notes = [joined.note] if joined.note else []
+    notes += [f"{len(joined.pairs)} prompts are in both"]
     for name, count in zip(names, (joined.only_first, joined.only_second), strict=True):
         notes += [f"{count} only in {name}"] if count else []
     if joined.other_targets:

@@ -177,6 +177,14 @@ def test_a_component_has_a_line_with_weight_spread_and_share(tmp_path):
     assert re.findall(r"<td>(.*?)</td>", row) == ["2", "0.0500", "1.85", "0.500", "75 %"]
 
 
+def test_what_a_comparison_measures_is_no_line_of_the_rewards(tmp_path):
+    numbers = {"rewards/math/short/mean": 1.0, "rewards/chosen": 0.2, "rewards/margins": 0.1}
+    Journal(tmp_path).write({"step": 0, **numbers})
+    rows = run_page(read_run(tmp_path)).partition("<th>weight</th>")[2].partition("</table>")[0]
+    names = [re.sub("<.*?>", "", name) for name in re.findall(r"<tr><th>(.*?)</th>", rows)]
+    assert names == ["math/short"]
+
+
 def test_rewards_are_named_as_metrics_name_them():
     config = {"rewards": ["vision.iou", {"name": "mine:score", "weight": 0.5}, {"name": "x", "label": "y"}]}
     assert weights_of(config) == {"iou": 1.0, "score": 0.5, "y": 1.0}
