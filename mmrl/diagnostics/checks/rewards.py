@@ -36,7 +36,7 @@ def rewards_apply(examined: Examined) -> Iterator[Finding]:
 def zero_variance_groups(examined: Examined) -> Iterator[Finding]:
     """Check that rewards differ between the answers to a prompt, if the run learns from their differences.
 
-    KTO has advantages from single labelled answers, and distillation learns from a teacher without advantages.
+    KTO has advantages from single labelled answers; distillation learns from a teacher, without advantages.
     """
     table, credit = join_episodes(examined.table), examined.credit
     if not len(table) or examined.config.rollout.num_generations < 2:
