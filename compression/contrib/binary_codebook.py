@@ -117,7 +117,10 @@ def fit_vectors(x: Tensor, signs: Tensor, count: Tensor) -> Tensor:
 def fit(
     x: Tensor, nbits: float, *, valid: Tensor | None = None, metric: Tensor | None = None, rounds: int = 3
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Fit vectors and signs to tokens (R, h, n, D); `valid` (R, 1, n, 1) is False for padding.
+    """Approximate tokens by a mean plus m vectors, each with the sign +1 or -1 of the token.
+
+    `x` has R rows, h heads, n tokens and D channels; `valid` (R, 1, n, 1) is False for padding. `metric`
+    weights the squared error; `rounds` counts the alternating updates of vectors and signs.
 
     Returns the mean (R, h, 1, D), m vectors (R, h, m, D) and the signs (R, h, n, m) of the tokens.
     """
@@ -126,7 +129,7 @@ def fit(
     count = weight.sum(-2, keepdim=True)
     mean = (exact * weight).sum(-2, keepdim=True) / count.clamp(min=1)
     away = (exact - mean) * weight
-    # `nbits` bits per element are `nbits` vectors per channel.
+    # A vector costs one bit per token, so `nbits` bits per element pay for `nbits` vectors per channel.
     num, covariance = max(1, round(nbits * x.shape[-1])), away.mT @ away / count.clamp(min=1)
     if metric is None:
         vectors = initial_vectors(covariance, num)

@@ -175,7 +175,7 @@ class MatchingSteps:
         return mixed.view_as(clean), self.times
 
     def read(self, velocity: Tensor, extra: Set[str]) -> StepOutput:
-        """Return minus the weighted error of velocities (N, draws, *L) as `logp`, and the outputs `extra`."""
+        """Return `logp`, the negative weighted error of velocities (N, draws, *L), and outputs `extra`."""
         target = (self.noise() - self.clean[:, None]).to(velocity)  # (N, draws, *L), v = noise - x_0
         error = self.error(velocity, target)
         time = self.times.to(velocity.device).repeat(1, self.segments)  # (N, T)

@@ -46,7 +46,9 @@ def _known_first(known: Tensor) -> Tensor:
 
 
 def _put_back(steps: RewardTable, against: str, values: Tensor) -> RewardTable:
-    """Move values (N, R, T) from the order of `_errors` back to their steps; holes get no value."""
+    """Undo `_known_first`: move values (N, R, T) back to the positions of their steps.
+
+    Steps without a value of the critic get no advantage."""
     known = (steps.present & ~noted(steps, f"{against}/value").isnan())[:, None]
     back = _known_first(known[:, 0]).argsort(-1)
     values = values.gather(2, back[:, None].expand_as(values))

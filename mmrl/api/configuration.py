@@ -236,7 +236,7 @@ def _rewards(rewards: Reward | Sequence[Reward], names: dict[str, Any]) -> list[
 
 
 def _filtered(group_filter: Any, rewards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a configuration change: a group filter (DAPO) whose reward is missing reads the first reward."""
+    """Return the change that lets a group filter read the first reward if the run lacks the one it names."""
     names = [one.get("label") or one["name"].rpartition(":")[2].rpartition(".")[2] for one in rewards]
     match group_filter:
         case {"of": str(name)} if names and name not in names:
@@ -284,7 +284,9 @@ NO_LIMIT = 10_000  # maximum number of turns and of images; TRL limits only toke
 
 @dataclass(frozen=True)
 class Factory:
-    """An environment factory (class, function, name, mapping with a name); `label` names its environment."""
+    """An environment factory: a class, a function, a registered name, or a mapping with `name` and options.
+
+    `label` is the name of the environment in the configuration."""
 
     piece: Any
     label: str

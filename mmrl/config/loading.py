@@ -214,7 +214,7 @@ def merge(below: Any, above: Any) -> Any:
                 raise ConfigError(f"there is no item {max(changed)} in a list of {len(below)}: {below}")
             return [merge(item, changed[i]) if i in changed else item for i, item in enumerate(below)]
         case str(), dict() if "name" not in above:
-            return {"name": below, **above}  # adds options to a piece given by name only
+            return {"name": below, **above}  # `below` is only a name: add options to it
         case {"name": lower}, {"name": upper} if lower != upper:
             return above  # another piece: replace it
         case dict(), dict():

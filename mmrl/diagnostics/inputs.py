@@ -234,7 +234,7 @@ def _columns(place: str, data: Piece, at: str, rewards: Sequence[Piece]) -> Iter
     lacks = f"that the first rows of {place} do not have; they have {', '.join(sorted(names))}"
     for i, piece in enumerate(rewards):
         for name in _required(piece):
-            # Media reach rewards by all media names (`image`, `images`), whatever the column is called.
+            # A reward gets a row's media under every media name (`image`, `images`); one column is enough.
             if name not in names and not (name in media and names & media):
                 yield f"{at}[{i}]: '{piece.name}' takes the column '{name}' {lacks}"
     match options.get("prompt", takes["prompt"].default if "prompt" in takes else ""):

@@ -23,7 +23,7 @@ log = logging.getLogger("mmrl")
 LENGTHS = ("max_new_tokens", "max_gen_toks", "max_tokens")  # names for the option max_completion_length
 OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # neutral values of sampling filters
 NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0, "skip_special_tokens": True, "n": 1}
-OF_OTHERS = ("image_aspect_ratio",)  # settings of LLaVA's processor in lmms-eval's tasks; ignored
+OF_OTHERS = ("image_aspect_ratio",)  # lmms-eval sends it to all models, for LLaVA's processor; ignored
 PARAGRAPH = "\n\n"
 
 

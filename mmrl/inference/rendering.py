@@ -17,7 +17,7 @@ from mmrl.reporting.effects import PromptDifference, prompt_difference
 
 
 class Rendering:
-    """Prompts of an evaluation as the model reads them, rendered without weights for changed settings."""
+    """Prompts of an evaluation as the model reads them, also under changed settings; loads no weights."""
 
     def __init__(
         self,

@@ -220,7 +220,8 @@ class ResidualWindow:
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Append keys and values (rows, heads, tokens, channels).
 
-        Older tokens are quantised first, so the step that fills the window still reads its tokens exactly.
+        A full window is quantised before new tokens are added. So the step whose tokens fill the window still
+        reads all of them at full precision.
         """
         codec, residual = self.codec, self.codec.residual_length
         # Loops, because many tokens appended at once may fill several windows.

@@ -85,8 +85,8 @@ def truncated_importance(
 ) -> Tensor:
     """Truncated importance sampling (TIS): weight steps by the probability ratio of policy to engine.
 
-    Modes and bounds are those of TRL's `vllm_importance_sampling_mode` (default `sequence_mask`). Unlike in
-    TRL, penalties are weighted too.
+    Modes and bounds are those of TRL's `vllm_importance_sampling_mode`, whose default is `sequence_mask`.
+    Unlike in TRL, the weights also apply to penalties, such as the KL penalty.
 
     Args:
         mode: `token`: ratios of steps. `sequence`: ratios of whole answers. `truncate`: clamp ratios to the

@@ -41,7 +41,7 @@ class Console:
         self.working, self.spoke = "", time.monotonic()  # progress inside the step; time of the last line
 
     def begin(self, step: int, first: Mapping[str, float] | None = None) -> None:
-        """Start the display at a step; `first`: metrics of the first step, if the run is resumed."""
+        """Start the display at a step. For a resumed run, `first` has the metrics of its very first step."""
         self.first = first or {}
         if self.quiet or not on_terminal():
             return

@@ -33,8 +33,8 @@ def tool_calls(
     """Count the tool calls of an answer, or of all turns of a conversation, for use as a label.
 
     Counts the calls that the engine of a conversation parsed, or else the blocks `<tool_call>{"name": ...,
-    "arguments": {...}}</tool_call>`; malformed calls do not count. A label is only read by other pieces,
-    so set `weight: 0`. With `at: every` each turn counts its own calls.
+    "arguments": {...}}</tool_call>`; malformed ones do not count. Set `weight: 0`: the count is a label, read
+    by other pieces, and is not added to the reward. With `at: every` each turn counts its own calls.
 
     Args:
         tag: Tag of a call.

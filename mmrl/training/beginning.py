@@ -43,7 +43,7 @@ def begin_from(run: Run, folder: Path) -> None:
 
 
 def _carry(run: Run, folder: Path) -> None:
-    """Restore the state that `carry` names from the checkpoint of another run."""
+    """Restore state from the checkpoint of another run; the key `carry` of the configuration lists it."""
     carried, learner = run.config.carry, run.learner
     state = together(run.processes, partial(checkpoint.read_state, folder))
     pieces = run.stateful["pieces"]

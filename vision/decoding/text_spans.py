@@ -127,7 +127,7 @@ def shared_spans(ends: Sequence[int | None], others: Sequence[int | None]) -> tu
     common = {end for end in ends if end is not None} & {end for end in others if end is not None}
 
     def numbers(ends: Sequence[int | None]) -> list[int]:
-        closed = [*accumulate((end in common for end in ends), initial=0)]  # number of earlier spans
+        closed = [*accumulate((end in common for end in ends), initial=0)]  # spans that end before each token
         return [number + 1 if number < len(common) else 0 for number in closed[:-1]]
 
     return numbers(ends), numbers(others)

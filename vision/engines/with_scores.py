@@ -17,7 +17,9 @@ from mmrl.core.types import Prompt, Rollouts
 
 @engine
 class WithScores:
-    """Record the scores of the policy, a `vision.reward_model`, for the answers of the wrapped engine.
+    """Score the wrapped engine's answers with the policy, which must be a `vision.reward_model`.
+
+    The scores are recorded with the answers.
 
     The reward `precomputed` reads a score by its key: `score`, or `score/NAME` for a model's label NAME.
     To evaluate a reward model, set `evaluation.engine: [offline, vision.with_scores]`, with the metric

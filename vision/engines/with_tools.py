@@ -271,7 +271,7 @@ class WithTools:
             places += talk.recorded
             branches += [Branch(read, nothing, torch.cat([opener, target])) for read, _ in talk.turns]
         for recorded, grown in zip(places, engine.grow(branches), strict=True):
-            assert grown is not None  # only a branch with a parent is missing
+            assert grown is not None  # `grow` returns None only for a branch with a parent
             recorded |= target_scores(grown.logp[len(opener) :])
 
     def _row(self, talk: Conversation) -> Trajectory:

@@ -42,7 +42,7 @@ class ServedTeacher(FrozenTeacher):
         checksum: Hash that the weights of all servers must have; empty: any hash that all servers share.
         beta: Divergence of the penalty `distillation`, as in TRL's DistillationTrainer: 1 is the reverse KL,
             0 the forward KL, between them the generalised Jensen-Shannon divergence.
-        loss_top_k: Number of the teacher's likely tokens that are compared; with `beta` above 0 the sampled
+        loss_top_k: Number of the teacher's top tokens that are compared; with `beta` above 0 the sampled
             token is compared too. Above 20 the servers need `--max-logprobs`.
         loss_add_tail: Whether all other tokens count as one more token; else both distributions are
             normalised on the compared tokens.
@@ -98,7 +98,7 @@ class ServedTeacher(FrozenTeacher):
 
     @staticmethod
     def check_prompts(options: Mapping[str, Any], prompts: Iterable[Prompt]) -> None:
-        """Raise `ConfigError` for media that servers do not accept as tensors of the teacher's family."""
+        """Raise `ConfigError` for media that servers of the teacher's family do not take as tensors."""
         if encoder := encoder_of(str(options["model"])):
             config, shown = encoder.core.config, [prompt for prompt in prompts if prompt.media]
             check_media(config, shown)
@@ -185,7 +185,7 @@ class ServedTeacher(FrozenTeacher):
 def check_support(
     servers: tuple[str, ...], beta: float, loss_top_k: int, loss_add_tail: bool, align: bool
 ) -> None:
-    """Raise `ConfigError` if the options leave no tokens on which to compare distributions."""
+    """Raise `ConfigError` if the options select no vocabulary entries whose probabilities are compared."""
     if not servers or len({*servers}) < len(servers):
         raise ConfigError("`servers` must name one address or more, none of them twice")
     if align:

@@ -157,7 +157,7 @@ class Teacher(FrozenTeacher):
         attn_implementation: Attention of transformers, such as "sdpa", "eager" or "flash_attention_2".
         beta: Divergence of the penalty `distillation`, as in TRL's DistillationTrainer: 1 is the reverse KL,
             0 the forward KL, between them the generalised Jensen-Shannon divergence.
-        loss_top_k: Number of the teacher's likely tokens that are compared; with `beta` above 0 the sampled
+        loss_top_k: Number of the teacher's top tokens that are compared; with `beta` above 0 the sampled
             token is compared too. 0: the whole vocabulary.
         loss_add_tail: With `loss_top_k`, whether all other tokens count as one more token; else both
             distributions are normalised on the compared tokens.

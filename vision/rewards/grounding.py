@@ -205,7 +205,9 @@ def _own_highlight_hit(prompt: Prompt, *, level: Level) -> OwnAnswer | None:
 @reward(own_answer=_own_highlight_ap)
 @per_outcome
 def highlight_ap(prompt: Prompt, outcome: Outcome, *, level: Level = "VeryGood") -> float | None:
-    """Compute the AP of answered saliency scores for windows rated `level` or higher; None if unannotated."""
+    """Compute the average precision of the saliency scores in an answer.
+
+    Windows rated `level` or higher are positives. None for a prompt without ratings."""
     return _highlights(prompt, _rated_windows(outcome), level)[0]
 
 

@@ -15,7 +15,7 @@ from mmrl.reporting.answers import NUMBER, TEXT, check_type
 from mmrl.reporting.metrics import EVALUATION, VISUALIZATIONS, Journal, of_training
 from mmrl.runtime.folders import mark_of
 
-LISTS = {"rewards", "advantage", "metrics", "rollout.engine"}  # flattened to `key[i]`, even lists of names
+LISTS = {"rewards", "advantage", "metrics", "rollout.engine"}  # always flattened to `key[i]`
 
 
 @dataclass(frozen=True)
