@@ -268,7 +268,7 @@ BUDGETS = {
     "api": 730,
     "builders": 160,
     "cli": 2250,
-    "compression": 3630,
+    "compression": 3640,
     "config": 3040,
     "core": 3860,
     "data": 3160,
