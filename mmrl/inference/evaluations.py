@@ -106,7 +106,10 @@ class StoredEvaluation:
         read = {prompt.uid: prompt for prompt in held_out(config)}
         for uid, rows in by_prompt(self.predictions).items():
             if uid not in read:
-                raise ConfigError(f"the data have no prompt '{uid}' any more")
+                raise ConfigError(
+                    f"the data have no prompt '{uid}' any more; rows without an `id` are named after their file "
+                    "and number"
+                )
             if target_text(read[uid].target) != rows[0].get("target"):
                 raise ConfigError(f"the data changed: prompt '{uid}' has another target")
         return {uid: read[uid] for uid in by_prompt(self.predictions)}

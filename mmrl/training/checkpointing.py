@@ -273,7 +273,8 @@ def _check_folder(config: Config, folder: Path) -> None:
     """Raise `ConfigError` if a run must not write into a folder, or must not overwrite its content."""
     numbered = [path.name for path in checkpoint.checkpoints(folder)]
     owner = check_owner(folder, "train", [*WRITES, *numbered])
-    others = [path for path in content(folder) if mark_of(path).get("by") != "evaluate"]
+    unnumbered = (path for path in content(folder) if path.name not in numbered)
+    others = [*numbered, *(path for path in unnumbered if mark_of(path).get("by") != "evaluate")]
     if config.overwrite_output_dir and others and not owner:
         raise ConfigError(
             f"'{folder}' holds files but no run (it has no {CONFIG}), so it is not overwritten; name another "
@@ -309,8 +310,9 @@ def _open_folder(run: Run) -> tuple[Changes, dict[str, Any]]:
 def _known(folder: Path) -> dict[str, Any]:
     """Read the record of a run from its output folder, or else from its last checkpoint."""
     record = mark_of(folder)
-    latest = checkpoint.finished(folder)
-    return mark_of(latest[0]) if "run" not in record and latest else record
+    if "run" not in record and (latest := checkpoint.finished(folder)):
+        return mark_of(latest[0])
+    return record
 
 
 def _begun(folder: Path) -> bool:

@@ -54,7 +54,7 @@ def _expressions(columns: Columns, boxes: Boxes) -> list[dict[str, Any]]:
             raise RowError(missing if boxes else "set `instances`, the file of its box")
         sentences = [mapping(one, "sentences") for one in listed(columns["sentences"], "sentences")]
         queries = [(text(one.get("sent"), "sent"), f"{one.get('sent_id')}") for one in sentences]
-        rest["image"], box = boxes[key]
+        rest["image"], box = boxes[rest.pop("ann_id")]
     elif columns.get("answer") is not None:
         texts, box = listed(columns["answer"], "answer"), columns.get("bbox")
         queries = [(text(one, "answer"), f"{columns.get('question_id')}#{i}") for i, one in enumerate(texts)]
