@@ -283,7 +283,7 @@ BUDGETS = {
     "papers": 11480,
     "reporting": 3560,
     "rewards": 2030,
-    "runtime": 4050,
+    "runtime": 4060,
     "samplers": 910,
     "training": 3100,
     "trl": 1400,

@@ -107,8 +107,8 @@ class StoredEvaluation:
         for uid, rows in by_prompt(self.predictions).items():
             if uid not in read:
                 raise ConfigError(
-                    f"the data have no prompt '{uid}' any more; rows without an `id` are named after their file "
-                    "and number"
+                    f"the data have no prompt '{uid}' any more; rows without an `id` are named after their "
+                    "file and number"
                 )
             if target_text(read[uid].target) != rows[0].get("target"):
                 raise ConfigError(f"the data changed: prompt '{uid}' has another target")

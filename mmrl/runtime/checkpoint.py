@@ -119,9 +119,12 @@ def finished(output_dir: Path) -> list[Path]:
 
 
 def of_run(folder: Path) -> bool:
-    """Whether the marker files of a checkpoint and of its output folder name the same run."""
+    """Whether the marker files of a checkpoint and of its output folder name the same run.
+
+    False if that of the checkpoint is damaged.
+    """
     run = mark_of(folder.parent).get("run")
-    return run is None or mark_of(folder).get("run", "") == run
+    return run is None or mark_of(folder, damaged=True).get("run", "") == run
 
 
 def step_of(folder: Path) -> int:

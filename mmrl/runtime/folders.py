@@ -24,10 +24,10 @@ def mark(folder: Path, by: str, **facts: Any) -> None:
     write_whole(folder / MARK, json.dumps({"by": by, **facts}, sort_keys=True) + "\n")
 
 
-def mark_of(folder: Path) -> dict[str, Any]:
+def mark_of(folder: Path, *, damaged: bool = False) -> dict[str, Any]:
     """Read a folder's marker file, or infer `by` from its content; {} if mmrl did not make the folder.
 
-    Raises `ConfigError` for a damaged marker file.
+    Raises `ConfigError` for a damaged marker file, or with `damaged` returns {}.
     """
     if not (folder / MARK).exists():
         by = next((by for by, proof in _PROOFS.items() if proof(folder)), "")
@@ -38,6 +38,8 @@ def mark_of(folder: Path) -> dict[str, Any]:
         parsed = error
     if isinstance(parsed, dict) and isinstance(parsed.get("by"), str):
         return parsed
+    if damaged:
+        return {}
     reason = parsed if isinstance(parsed, Exception) else "wanted a JSON object with `by`"
     raise ConfigError(
         f"'{folder / MARK}', which records what made '{folder}', is damaged ({reason}); restore or delete it"

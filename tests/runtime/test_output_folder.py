@@ -15,6 +15,7 @@ from mmrl.reporting import html
 from mmrl.reporting.metrics import of_training
 from mmrl.runtime import checkpoint
 from mmrl.runtime.files import LOCK, locked
+from mmrl.runtime.folders import MARK
 from mmrl.training import loop
 from mmrl.training.loop import train
 from tests.support.resuming import EVERYTHING, Killed, assert_alike, killed, resumed
@@ -45,7 +46,7 @@ def flipped(data):
 
 
 @pytest.mark.parametrize("damage", [cut, flipped])
-@pytest.mark.parametrize("name", [checkpoint.STATE, checkpoint.TENSORS, "model/model.safetensors"])
+@pytest.mark.parametrize("name", [checkpoint.STATE, checkpoint.TENSORS, "model/model.safetensors", MARK])
 def test_a_damaged_checkpoint_is_skipped_with_a_message(tmp_path, uninterrupted, name, damage, capsys):
     killed(tmp_path, at=6)
     file = tmp_path / "checkpoint-6" / name

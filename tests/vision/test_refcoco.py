@@ -52,6 +52,7 @@ def test_refs_join_the_boxes_of_the_instances(home, caplog):
     assert first.media[0].load().pixels.shape == (1, 3, 48, 64)
     assert len(read("refs.json", instances="instances.json")) == 3
     assert "nothing reads these columns" in caplog.text and "sent_ids" in caplog.text
+    assert "ann_id" not in caplog.text  # read to find the box
 
 
 def test_the_other_layouts_have_their_own_corners(home):
