@@ -109,6 +109,11 @@ def ema(policy: Policy, *, decay: Probability = 0.99, every: PositiveInt = 1) ->
     return Reference(policy, decay, every)
 
 
+def other_models(references: Mapping[str, Any]) -> set[str]:
+    """Return the names of the references that are other models than the policy, such as teachers."""
+    return {name for name, reference in references.items() if not isinstance(reference, Reference)}
+
+
 @reference(copies_policy=True)
 @dataclass(eq=False)
 class SecondModel:

@@ -124,7 +124,7 @@ def of_run(folder: Path) -> bool:
     False if that of the checkpoint is damaged.
     """
     run = mark_of(folder.parent).get("run")
-    return run is None or mark_of(folder, damaged=True).get("run", "") == run
+    return run is None or mark_of(folder, allow_damaged=True).get("run", "") == run
 
 
 def step_of(folder: Path) -> int:

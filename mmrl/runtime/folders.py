@@ -24,10 +24,10 @@ def mark(folder: Path, by: str, **facts: Any) -> None:
     write_whole(folder / MARK, json.dumps({"by": by, **facts}, sort_keys=True) + "\n")
 
 
-def mark_of(folder: Path, *, damaged: bool = False) -> dict[str, Any]:
+def mark_of(folder: Path, *, allow_damaged: bool = False) -> dict[str, Any]:
     """Read a folder's marker file, or infer `by` from its content; {} if mmrl did not make the folder.
 
-    Raises `ConfigError` for a damaged marker file, or with `damaged` returns {}.
+    Raises `ConfigError` for a damaged marker file, or returns {} if `allow_damaged`.
     """
     if not (folder / MARK).exists():
         by = next((by for by, proof in _PROOFS.items() if proof(folder)), "")
@@ -38,7 +38,7 @@ def mark_of(folder: Path, *, damaged: bool = False) -> dict[str, Any]:
         parsed = error
     if isinstance(parsed, dict) and isinstance(parsed.get("by"), str):
         return parsed
-    if damaged:
+    if allow_damaged:
         return {}
     reason = parsed if isinstance(parsed, Exception) else "wanted a JSON object with `by`"
     raise ConfigError(

@@ -19,7 +19,7 @@ from mmrl.core.protocols import LogProbs, Policy
 from mmrl.core.rng import Stream
 from mmrl.core.step_table import Batch
 from mmrl.core.types import Clock, Rollouts, Unit
-from mmrl.references import Reference, SecondModel
+from mmrl.references import Reference, SecondModel, other_models
 from mmrl.reporting.metrics import Meter
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.fsdp import reshard_state
@@ -101,8 +101,7 @@ class Learner:
     @property
     def taught(self) -> bool:
         """Whether the objective reads another model than the policy, such as a teacher."""
-        read = (self.references.get(name) for name in self.needs.others)
-        return any(reference and not isinstance(reference, Reference) for reference in read)
+        return bool(other_models(self.references) & {*self.needs.others})
 
     def set_learning_rate(self, clock: Clock) -> None:
         """Set the optimizer's learning rate for a training step."""

@@ -70,8 +70,7 @@ def grounding(
         prompt: Template of the prompt, with `{query}`.
         reasoning: Probability that a prompt asks the model to think first; drawn from the seed and row id.
         reasoning_prompt: Template of the prompts that ask the model to think first.
-        demo_think: Thought in demonstrations of prompts that ask the model to think first. `none`: these have
-            no demonstration. `empty`: an empty thought. `provided`: the column `reasoning`.
+        demo_think: Thought of demonstrations: `none` (no demonstration), `empty`, `provided` (`reasoning`).
         decimals: Number of decimals of the seconds in demonstrations.
         normalize_text: Whether to lower-case queries and to remove a final full stop, as in Time-R1.
         trim_spans: Whether to clip spans to the duration of their video; official evaluators do not.
