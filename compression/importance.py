@@ -97,7 +97,7 @@ def attention_ratio(attention: LayerAttention, queries: str) -> Tensor:
     elif attention.rows is not None:
         q = torch.cat([q, attention.rows[0]], 2)
     k, _ = attention.keys(None)
-    visual = stage.visual[:, None, None]  # (B, 1, 1, C)
+    visual = stage.visual[:, None, None]  # (B, 1, 1, C): whether each of C keys is visual
     seen, other = (torch.zeros(q.shape[1], dtype=torch.float64) for _ in range(2))  # (H,)
     for part, part_q in zip(rows.split(ROWS, 1), q.split(ROWS, 2), strict=True):
         weights = softmax_rows(part_q, k, stage.mask(part), attention.scale).double()

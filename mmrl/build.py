@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from mmrl.config.binding import Bound, Elsewhere, Pieces
-from mmrl.config.consistency import check_evaluation, check_outputs, check_training, evaluation_of
+from mmrl.config.consistency import check_evaluation, check_outputs, check_training
 from mmrl.config.engine_checks import makes
+from mmrl.config.evaluation import evaluation_of
 from mmrl.config.loading import ConfigError
 from mmrl.config.ranges import NonNegativeFloat
 from mmrl.config.registry import find

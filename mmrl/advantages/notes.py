@@ -59,7 +59,9 @@ def _of_width(note: Tensor, steps: int) -> Tensor:
 
 
 def label(table: RewardTable, name: str) -> Tensor:
-    """Return the unweighted values of a reward or label: (N, 1, K), NaN where it does not apply.
+    """Return the values of a reward or label, without weights: (N, 1, K), NaN for answers without one.
+
+    A row has K answers. A label is a value that a piece computed for other pieces, and no reward.
 
     Raises `ValueError` for an unknown name.
     """

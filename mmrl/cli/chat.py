@@ -6,13 +6,15 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmrl.cli.command import OVERRIDES, argument, command, for_terminal
 from mmrl.cli.generate import ENGINE, IMAGES, MODEL, check_medium, engine_options, printed, spoken
 from mmrl.config.loading import ConfigError
-from mmrl.core.types import Trajectory
-from mmrl.inference.session import Session, as_conversation
+
+if TYPE_CHECKING:
+    from mmrl.core.types import Trajectory
+    from mmrl.inference.session import Session
 
 HELP = "/image PATH, /video PATH: show it with the next question; /reset: forget everything; /exit"
 
@@ -39,6 +41,8 @@ class Conversation:
 
         After an answer that is not text, the conversation starts anew.
         """
+        from mmrl.inference.session import as_conversation
+
         question = {"role": "user", "content": [*self.shown, {"type": "text", "text": text}]}
         (row,) = self.session.ask([[*self.turns, question]])
         if row.outcomes[-1].text is None:

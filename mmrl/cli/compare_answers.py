@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmrl.cli.command import argument, command
 from mmrl.cli.generate import ENGINE, engine_options
 from mmrl.config.loading import ConfigError
-from mmrl.core.types import Outcome
-from mmrl.inference.session import Session, images_of
+
+if TYPE_CHECKING:
+    from mmrl.core.types import Outcome
+    from mmrl.inference.session import Session
 
 
 @command(
@@ -66,6 +68,8 @@ def ask_both(sessions: Sequence[Session]) -> Callable[..., list[Outcome]]:
 
 def page(gradio: Any, ask: Callable[..., list[Outcome]], names: Sequence[str]) -> Any:
     """Build the page: fields for a question and a file, and one column per model with its answer."""
+    from mmrl.inference.session import images_of
+
     with gradio.Blocks(title="mmrl compare-answers") as blocks:
         question = gradio.Textbox(label="Question", lines=2)
         with gradio.Row():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mmrl.cli import completion
 from mmrl.cli.command import OVERRIDES, argument, command, print_measured
 from mmrl.config.changes import describe, differences
-from mmrl.config.consistency import evaluation_of
+from mmrl.config.evaluation import evaluation_of
 from mmrl.config.loading import ConfigError, change, read
 from mmrl.config.schema import Config, EvaluateConfig, as_plain, hints_of, load, parse
 
@@ -154,9 +154,10 @@ def _evaluated(source: ModelSource) -> ModelSource:
 
 
 def toolkit_options(toolkit: str, overrides: Sequence[str]) -> tuple[Any, Any, list[str]]:
-    """Return a toolkit's module, its options among `key=value` texts, and the texts that are overrides.
+    """Split `key=value` texts into options of an external toolkit and overrides of the configuration.
 
-    Raises ConfigError for invalid options, and for a key that neither the toolkit nor a configuration has.
+    Returns the toolkit's module in `mmrl.inference`, its `Options`, and the overrides. Raises ConfigError for
+    invalid options, and for a key that neither the toolkit nor a configuration has.
     """
     module = importlib.import_module(f"mmrl.inference.{toolkit}")
     options = hints_of(module.Options)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmrl.cli.command import OVERRIDES, argument, command, for_terminal
 from mmrl.config.engine_checks import makes
@@ -18,10 +18,11 @@ from mmrl.core.modalities import MODALITIES, media_columns
 from mmrl.core.plain_text import whole
 from mmrl.core.types import Message, Outcome, Part, Prompt, PromptError
 from mmrl.data.fields import RowError, plain, uid_of
-from mmrl.data.media import MediaError
-from mmrl.inference.session import Session, images_of, to_pil
-from mmrl.inference.sources import ModelSource
 from mmrl.runtime.folders import check_writable, written_whole
+
+if TYPE_CHECKING:
+    from mmrl.inference.session import Session
+    from mmrl.inference.sources import ModelSource
 
 MODEL = argument(
     "model", metavar="CONFIG_OR_MODEL", help="a YAML file, the folder of a run, or a model (folder, hub id)"
@@ -150,6 +151,8 @@ def check_output(source: ModelSource, output: Path | None) -> None:
 
 def check_medium(kind: str, path: Path) -> None:
     """Raise `ConfigError` if a file is missing, or cannot be read as an image, video or other `kind`."""
+    from mmrl.data.media import MediaError
+
     if not path.is_file():
         raise ConfigError(f"there is no file '{path}' (--{kind})")
     try:
@@ -266,6 +269,7 @@ def row_with(asked: Asked, answer: Outcome, images: Path, root: Path | None = No
 
 def written(turns: Sequence[Message], images: Path, root: Path | None = None) -> list[dict[str, Any]]:
     """Convert messages to the format of transformers; images are written to files in `images`."""
+    from mmrl.core.chat import to_pil
 
     def block(part: Part) -> dict[str, str]:
         if part.media is None:
@@ -328,6 +332,8 @@ def free_name(folder: Path) -> Path:
 
 def save_image(answer: Outcome, path: Path) -> None:
     """Write the image of an answer as PNG, or the frames of a video as animated PNG."""
+    from mmrl.inference.session import images_of
+
     if answer.text is not None:
         raise ConfigError(IS_TEXT)
     path.parent.mkdir(parents=True, exist_ok=True)

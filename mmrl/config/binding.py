@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial, reduce
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from mmrl.config.loading import ConfigError, UnknownKey
 from mmrl.config.ranges import AtMost, NonNegativeInt, PositiveFloat, Taken, is_number, is_whole, marks
@@ -17,8 +17,10 @@ from mmrl.config.registry import FACTORIES, HOMES, LOADED, MADE, Entry, Needs, f
 from mmrl.config.schema import Kind, Piece, Scheduled, as_piece, convert, each, held_fields
 from mmrl.config.staleness import CORRECTION, lacks_correction
 from mmrl.core.protocols import Stateful
-from mmrl.core.rng import Stream
 from mmrl.core.types import Clock
+
+if TYPE_CHECKING:
+    from mmrl.core.rng import Stream
 
 T = TypeVar("T")
 # Options that the run sets; a configuration must leave them out.
@@ -38,8 +40,7 @@ CALLED_WITH = {
         "workers": Mapping[str, Any],  # settings of the Ray actors that compute the reward
     },
     "compare": {"weight": float},
-    "tool": TOOL,
-    "environment": TOOL,  # `retries` applies to its method `reset`
+    **dict.fromkeys(("tool", "environment"), TOOL),  # an environment's `retries` are of its method `reset`
 }
 
 
@@ -227,11 +228,9 @@ class Pieces:
                 case Kind(name=kind, on=on):
                     for piece, place in each(value, field_name):
                         bound = (self.name if kind in LOADED else self.make)(kind, piece, place=place)
-                        if on and bound.entry.on not in ("", on):
-                            raise ConfigError(
-                                f"{place}: the {kind} '{piece.name}' runs on {bound.entry.on}, "
-                                f"but those of `{field_name}` run on {on}"
-                            )
+                        if on and (other := bound.entry.on) not in ("", on):
+                            error = f"{place}: the {kind} '{piece.name}' runs on {other}, but those of"
+                            raise ConfigError(f"{error} `{field_name}` run on {on}")
                         checked[place] = bound
         return checked
 

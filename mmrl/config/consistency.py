@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import reduce
 from math import prod
 from typing import Any
 
 from mmrl.config.binding import Bound, Pieces
 from mmrl.config.engine_checks import check_learning, declared, notes_of
+from mmrl.config.evaluation import evaluation_of
 from mmrl.config.loading import ConfigError, nearest
 from mmrl.config.misplaced import check_all
 from mmrl.config.nesting import check_nesting, check_servers
@@ -342,14 +342,3 @@ def check_outputs(config: Config, needs: Needs, says: Mapping[str, frozenset[str
                 f"'{as_piece(piece, name).name}' does not say as it is set up; it says "
                 f"{sorted(outputs) or 'nothing'} besides log-probabilities"
             )
-
-
-def evaluation_of(config: Config | EvaluateConfig) -> EvaluateConfig:
-    """Return the evaluation of a training run, with the engine and rewards of the training by default."""
-    match config:
-        case EvaluateConfig():
-            return config
-        case Config(evaluation=evaluation):
-            engine = evaluation.engine or config.rollout.engine[:1]
-            evaluation = replace(evaluation, engine=engine, rewards=evaluation.rewards or config.rewards)
-            return EvaluateConfig(config.policy, evaluation, seed=config.seed)

@@ -103,7 +103,7 @@ class Report:
     log_completions: bool = True  # write rollouts with rewards and advantages to parquet files
     # Number of training steps, evenly spaced over the run, whose rollouts get thumbnails in the report.
     media_log_steps: NonNegativeInt = 5
-    # Dashboards. Packages of dashboards that the configuration names must be installed.
+    # Dashboards. The package of a dashboard must be installed, except that of the default, TensorBoard.
     trackers: Annotated[tuple[Piece, ...], Kind("tracker")] = (Piece("tensorboard", {"required": False}),)
     visualizations: Annotated[tuple[Piece, ...], Kind("visualization")] = ()  # images in the HTML report
     # Checks during training, which print warnings on the console and at the top of the HTML report.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mmrl.config.consistency import evaluation_of
+from mmrl.config.evaluation import evaluation_of
 from mmrl.config.gates import Gate, gates_of
 from mmrl.config.loading import SHORTHANDS, ConfigError, change, merge, read
 from mmrl.config.plain import lookup

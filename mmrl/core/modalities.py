@@ -14,9 +14,6 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from mmrl.core.types import Media
 
 
@@ -35,9 +32,11 @@ class Late:
 
 def digest_tensors(kind: str, loaded: Any) -> bytes:
     """Hash all fields of a dataclass: dtype, shape and values of tensors, and the repr of other fields."""
+    import torch  # commands that print texts start without it
+
     digest = hashlib.blake2b(kind.encode())
     for item in (getattr(loaded, field.name) for field in fields(loaded)):
-        is_tensor = isinstance(item, Tensor)
+        is_tensor = isinstance(item, torch.Tensor)
         digest.update(repr((item.dtype, item.shape) if is_tensor else item).encode())
         if is_tensor:
             digest.update(item.flatten().view(torch.uint8).numpy().tobytes())
@@ -186,6 +185,8 @@ def media_marks() -> re.Pattern[str]:
 
 def tensor_bytes(loaded: Any) -> int:
     """Count the bytes of all tensors of a decoded medium."""
+    from torch import Tensor
+
     values = [getattr(loaded, field.name) for field in fields(loaded)]
     inner = (tensor_bytes(value) for value in values if is_dataclass(value))
     return sum(value.nbytes for value in values if isinstance(value, Tensor)) + sum(inner)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from torch import Tensor, nn
-
 from mmrl.core.types import Outcome, Prompt, Rollouts, TrainerState, Trajectory, Transcript
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from mmrl.core.reward_table import Collection, Measured, RewardTable
     from mmrl.core.step_table import Batch, StepOutput
 
@@ -55,6 +55,15 @@ class RendersPrompts(Protocol):
 
     def input_hash(self, prompt: Prompt) -> str:
         """Hash the model inputs of a prompt: token ids, then media tensors, separated by a space."""
+        ...
+
+
+@runtime_checkable
+class ScoresAnswers(Policy, Protocol):
+    """A reward model: its further outputs are scores of answers, and all its log-probabilities are 0."""
+
+    def scores(self, rows: Rollouts, batch_size: int) -> Tensor:
+        """Compute the scores (N, labels) of encoded answers, in float64 and on the CPU."""
         ...
 
 

@@ -8,17 +8,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mmrl.core.plain_text import whole
 from mmrl.core.tool_calls import Call, CallError
 
+if TYPE_CHECKING:  # commands that print texts start without torch
+    from torch import Tensor
+
 # Tag of rollouts that replay does not store, because neither token ids nor a transcript suffice to rebuild
 # them.
 CHANGED = "changed"
-# Name of a note (T,) on rows that older weights sampled: the training step of each token's weights.
+# Key of a tensor (T,) in a trajectory's `notes`: for each token, the training step of the weights that
+# sampled it. Only trajectories that older weights sampled have it.
 VERSION = "weights_version"
 
 

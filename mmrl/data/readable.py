@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mmrl.config.binding import Pieces
-from mmrl.config.consistency import evaluation_of
+from mmrl.config.evaluation import evaluation_of
 from mmrl.config.loading import ConfigError
 from mmrl.config.registry import find
 from mmrl.config.schema import Config, EvaluateConfig, Piece, as_piece

@@ -12,7 +12,7 @@ from mmrl.config.binding import Bound
 from mmrl.config.plain import as_list
 from mmrl.config.registry import Needs
 from mmrl.config.schema import Config, as_piece
-from mmrl.core.protocols import Engine, Policy
+from mmrl.core.protocols import Engine, Policy, ScoresAnswers
 from mmrl.core.reward_table import RewardTable
 from mmrl.core.step_table import Batch
 from mmrl.core.tensor import pad_to
@@ -104,10 +104,10 @@ class Examined:
 
 def answer_scores(policy: Policy, batch: Batch, needs: Needs) -> Tensor:
     """Compute log-probabilities (N, T); for a reward model, whose are all 0, the sum of its scores."""
-    logp = policy(batch, frozenset()).logp
-    if logp.any():
-        return logp
-    return sum((out for out in policy(batch, needs.outputs).extra.values() if out.shape == logp.shape), logp)
+    if not isinstance(policy, ScoresAnswers):
+        return policy(batch, frozenset()).logp
+    found = policy(batch, needs.outputs)
+    return sum(found.extra.values(), found.logp)
 
 
 LOSSY = "video_pruning_rate"  # option of engines that drop video tokens

@@ -14,8 +14,8 @@ from typing import Any
 
 from mmrl.config import objects
 from mmrl.config.binding import Pieces
-from mmrl.config.consistency import evaluation_of
 from mmrl.config.engine_checks import makes
+from mmrl.config.evaluation import evaluation_of
 from mmrl.config.loading import ConfigError
 from mmrl.config.registry import find, is_trl
 from mmrl.config.schema import Config, EvaluateConfig, Piece, as_piece, held_fields

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from mmrl.build import held_out, make_evaluator
 from mmrl.config.changes import ABSENT, differences, inside
-from mmrl.config.consistency import check_evaluation, evaluation_of
+from mmrl.config.consistency import check_evaluation
+from mmrl.config.evaluation import evaluation_of
 from mmrl.config.loading import ConfigError
 from mmrl.config.schema import Config, EvaluateConfig, as_plain, load, parse
 from mmrl.config.sweep import changed_config, setting_of

@@ -58,3 +58,9 @@ def test_argcomplete_gives_them_to_the_shell(line, wanted, tmp_path):
     command = [sys.executable, "-m", "mmrl"]
     subprocess.run(command, env={**os.environ, **shell}, check=False, timeout=120, stderr=subprocess.DEVNULL)
     assert {text.strip() for text in out.read_text().split("\n")} == wanted
+
+
+def test_help_and_completion_start_without_torch():
+    code = "import sys; from mmrl.cli import parser; parser(); print({'torch', 'numpy', 'PIL'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

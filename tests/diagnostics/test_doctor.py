@@ -237,6 +237,9 @@ class Scoring(Begun):
         logits = super().__call__(batch).logp.sum(-1, keepdim=True)
         return StepOutput(torch.zeros_like(logits), {"score": logits} if "score" in extra else {})
 
+    def scores(self, rows, batch_size):
+        return self(self.collate(rows), self.outputs).extra["score"]
+
     def collate(self, rollouts):
         batch = super().collate(rollouts)
         return batch.replace(mask=batch.mask[:, :1])

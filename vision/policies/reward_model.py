@@ -224,7 +224,10 @@ def saved_score(model: str, adapter: str) -> tuple[Tensor, tuple[str, ...]] | No
 
 
 def check_labels(labels: tuple[str, ...], saved: tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the labels of a reward model; raise `ConfigError` if they differ from those of its folder."""
+    """Return the `saved` labels of a reward model, or the configured `labels` if it is new (None saved).
+
+    Raises `ConfigError` if `labels` has a name twice, or is given and differs from `saved`.
+    """
     if twice := [name for name in labels if labels.count(name) > 1]:
         raise ConfigError(f"`labels` has '{twice[0]}' twice")
     if saved is not None and labels and labels != saved:

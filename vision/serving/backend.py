@@ -216,7 +216,10 @@ def one_each(ids: Sequence[int], token: int) -> list[int]:
 def with_images(
     question: Question, encoder: PromptEncoder, prompt: Prompt | None, encoded: EncodedPrompt
 ) -> Question:
-    """Add the images of a prompt to a request, as PNG; raise ValueError if they cannot be sent as files."""
+    """Add the images of a prompt to a request, as data URLs of PNG files.
+
+    Raises ValueError unless the media are images of the prompt, each with one run of placeholders.
+    """
     number, token = numbers_of(encoded)["image"], placeholders(encoder.core.config)["image"]
     runs = sum(held == token for held, _ in groupby(question.ids))
     media = prompt.media if prompt else ()

@@ -133,7 +133,7 @@ class Servers:
                 try:
                     flock(asking, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
-                except BlockingIOError:  # retry: another process may be loading the same weights
+                except BlockingIOError:  # poll: if its holder loads the same weights, no lock is needed
                     pause(POLL, given_up)
             with locked(self.folder / LOCK):
                 list(pool.map(self._join, self.servers))

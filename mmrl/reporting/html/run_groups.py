@@ -20,7 +20,15 @@ from mmrl.reporting.html.layout import spelled
 from mmrl.reporting.html.run_folder import RunFolder, flattened
 from mmrl.reporting.intervals import paired_interval
 from mmrl.reporting.metrics import steps_taken
-from mmrl.reporting.predictions import Row, by_prompt, find_predictions, read_predictions, value_of
+from mmrl.reporting.predictions import (
+    Predictions,
+    Row,
+    aligned,
+    by_prompt,
+    find_predictions,
+    read_predictions,
+    value_of,
+)
 
 BOUNDS = ("/low", "/high")
 
@@ -163,6 +171,8 @@ def members_of(column: Column) -> Sequence[RunFolder]:
 def paired_rows(columns: Mapping[str, Column]) -> tuple[list[list[str]], list[str]]:
     """Compare every group's last stored answers with the first group's, prompt by prompt.
 
+    Prompts are the same if their uids are, or, where no uid is in both, their text, target and media.
+
     Returns:
         Rows of a table: measure, group, difference with a 95 % interval, prompts, and numbers of runs; and
             sentences about runs without stored answers.
@@ -173,9 +183,10 @@ def paired_rows(columns: Mapping[str, Column]) -> tuple[list[list[str]], list[st
     first, *others = columns
     rows = []
     for other in others:
-        both = [*answers[first], *answers[other]]
         if not answers[first] or not answers[other]:
             continue
+        named = [aligned(answers[first][0], some) for some in (*answers[first], *answers[other])]
+        both = [by_prompt(some) for some in named]
         uids = [uid for uid in both[0] if all(_same_target(one, both[0], uid) for one in both)]
         measures = [name for name in _measures(both[0]) if all(name in _measures(one) for one in both)]
         for measure in measures:
@@ -194,12 +205,12 @@ def paired_rows(columns: Mapping[str, Column]) -> tuple[list[list[str]], list[st
     return rows, notes
 
 
-def _answers(run: RunFolder, notes: list[str]) -> dict[str, list[Row]] | None:
-    """Read the answers of a run's last evaluation by prompt; append to `notes` if there are none."""
+def _answers(run: RunFolder, notes: list[str]) -> Predictions | None:
+    """Read the answers of a run's last evaluation; append to `notes` if there are none."""
     if not (run.folder / PREDICTIONS).is_dir():
         notes.append(f"{run.name} stored no answers of an evaluation")
         return None
-    return by_prompt(read_predictions(find_predictions(run.folder)))
+    return read_predictions(find_predictions(run.folder))
 
 
 def _same_target(one: Mapping[str, Sequence[Row]], other: Mapping[str, Sequence[Row]], uid: str) -> bool:

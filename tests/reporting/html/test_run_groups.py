@@ -21,7 +21,7 @@ from tests.reporting.html.test_run_page import Tags, outside
 EVIL = "<script>alert(1)<b>$x^{_"
 
 
-def write_run(home, name, rewards, *, seed=0, rate=0.1, right=None, joules=None, unmetered=()):
+def write_run(home, name, rewards, *, seed=0, rate=0.1, right=None, joules=None, unmetered=(), uids="abc"):
     """Write the folder of a run with one reward a step, and answers to three prompts if `right` is given."""
     folder = home / name
     folder.mkdir()
@@ -39,7 +39,8 @@ def write_run(home, name, rewards, *, seed=0, rate=0.1, right=None, joules=None,
     machine = {"commit": "abc123def4567890", "devices": ["a GPU"], "unmetered": list(unmetered)}
     mark(folder, "train", versions=["torch 2.0", f"peft {seed}"], machine=machine)
     if right is not None:
-        rows = {"uid": ["a", "b", "c"], "prompt": ["x"] * 3, "target": ["1"] * 3, "reward/right": right}
+        asked = {"prompt": ["x", "y", "z"], "target": ["1"] * 3, "media": ["[]"] * 3}
+        rows = {"uid": list(uids), **asked, "reward/right": right}
         path = step_file(folder, len(rewards))
         path.parent.mkdir()
         write_columns(path, {**rows, "reward": right})
@@ -87,6 +88,16 @@ def test_differences_are_paired_by_prompt(home):
     # Means of base: 0, 0.25 and 1; of fast 1, 1, 1: differences 1, 0.75 and 0, on average 0.583.
     assert (measure, group, prompts, sizes) == ("right", "fast", "3", "1 and 2")
     assert text.startswith("+0.583 (") and notes == []
+
+
+def test_prompts_without_a_common_uid_are_paired_by_their_content(home):
+    write_run(home, "renamed", [0.5], rate=0.9, right=[1.0, 0.5, 0.0], uids="pqr")
+    ((_, _, text, prompts, _),), notes = paired_rows(group_runs(read(home, "base-seed0", "renamed")))
+    # 1 - 0, 0.5 - 0 and 0 - 1: on average 1/6.
+    assert prompts == "3" and text.startswith("+0.167 (") and notes == []
+    write_run(home, "partly", [0.5], rate=0.7, right=[1.0, 0.5, 0.0], uids="aqr")
+    ((_, _, _, prompts, _),), notes = paired_rows(group_runs(read(home, "base-seed0", "partly")))
+    assert prompts == "1" and notes == []
 
 
 def test_a_run_without_an_evaluation_is_named(home):

@@ -63,7 +63,7 @@ def tmrope(core: nn.Module, inputs: Inputs, *, exact: bool) -> Tensor:
             ends = (last + 1 + torch.tensor([0, step])).expand(3, -1)
             part = torch.cat([first.expand(3, 1), inner, ends], 1)
         parts.append(part)
-        # Continue after the last run, even if frames beyond the end of the sound have larger positions.
+        # With sound, continue after the end token: frames beyond the end of the sound have larger positions.
         at, start = at + part.shape[1], part[:, -1].max() + 1 if heard else part.max() + 1
     return torch.cat(parts, 1)
 
