@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from benchmarks.vllm_servers import serving
 from mmrl import load_engine
 from mmrl.cli import main
 from mmrl.config.loading import ConfigError
@@ -28,7 +29,7 @@ from mmrl.reporting.predictions import read_predictions
 from mmrl.vision.builders.tiny_models import TinyQwen2_5Vl
 from tests.support.lmms_tasks import write_tasks
 
-HOME = os.environ.get("MMRL_LMMS", "")
+HOME, VLLM = os.environ.get("MMRL_LMMS", ""), os.environ.get("MMRL_VLLM", "")
 CONFIG = EvaluateConfig(Piece("vision.tokens"), Evaluation())
 
 
@@ -330,6 +331,32 @@ def test_adapters_pruned_and_cached_models_answer_for_lmms_eval_as_in_this_proce
     wanted = [session.answer(question, images=images) for question, images in asked]
     assert [texts[f"choice/{i}"] for i in range(len(docs))] == wanted
     assert wanted != [whole.answer(question, images=images) for question, images in asked]
+
+
+@pytest.mark.lmms
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif(not (HOME and VLLM), reason="MMRL_LMMS and MMRL_VLLM name no two environments")
+def test_a_server_of_vllm_answers_for_lmms_eval_as_this_process_does(run_lmms, tmp_path):
+    _, run = run_lmms
+    model, tasks = tmp_path / "model", ("choice", "free", "span")
+    # Heads of 32, which vLLM needs on a CPU.
+    TinyQwen2_5Vl(stream=Stream(3), init=0.08, vision_width=128, max_pixels=140 * 140).build(model)
+    policy = Piece("vision.tokens", {"model": str(model), "dtype": "float32"})
+    with serving(VLLM, policy, 1, tmp_path) as (urls, _):
+        engine = json.dumps([{"name": "vision.vllm", "servers": urls, "weights_folder": str(tmp_path / "w")}])
+        words = [f"task={','.join(tasks)}", f"evaluation.engine={engine}"]
+        served = run(*words, f"output_dir={tmp_path / 'served'}", source=model)
+    assert served.returncode == 0, served.stderr
+    done = run(words[0], f"output_dir={tmp_path / 'here'}", source=model)
+    assert done.returncode == 0, done.stderr
+    for task in tasks:
+        both = [
+            read_predictions(tmp_path / name / task / "predictions.parquet").rows
+            for name in ("served", "here")
+        ]
+        texts, wanted = ({row["uid"]: row["completion"] for row in rows} for rows in both)
+        assert texts == wanted and len({*texts.values()}) > 1
 
 
 @pytest.mark.lmms
