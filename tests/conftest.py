@@ -105,3 +105,9 @@ def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
 def onednn_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use oneDNN on processors where it is slower as well, so that its code is tested there."""
     monkeypatch.setattr(onednn, "FASTER", True)
+
+
+@pytest.fixture
+def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write no page at the end of a run: that takes longer than the training of a toy."""
+    monkeypatch.setattr("mmrl.reporting.html.write_page", lambda folder: folder)

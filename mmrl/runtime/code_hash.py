@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import PurePath
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 INSTALLED = ("site-packages", "dist-packages")
 PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, PurePath, re.Pattern)
@@ -133,19 +133,13 @@ class _Walk:
                 described.append([name, self.of(value, 1)])
             else:
                 self.values.append((name, self.of(value, 1), isinstance(value, PLAIN)))
-        return [_of_code(code), described]
+        return [_steps(code).described, described]
 
     def _changes(self, code: CodeType) -> None:
         """Record the outer variables and attributes that a code object assigns to or may change in place."""
-        steps = list(dis.get_instructions(code))
-        stores_items = any(step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") for step in steps)
-        if code.co_name in ("__init__", "__post_init__"):
-            return
-        for step, after in zip(steps, [*steps[1:], None], strict=True):
-            if step.opname in STORES and (step.opname != "STORE_DEREF" or step.argval in code.co_freevars):
-                self.assigned.add(step.argval)
-            elif step.opname in LOADS and (stores_items or (after and after.argval in MUTATING)):
-                self.filled.add(step.argval)
+        if code.co_name not in ("__init__", "__post_init__"):
+            self.assigned |= _steps(code).assigned
+            self.filled |= _steps(code).filled
 
     def _class(self, kind: type) -> Any:
         described: list[Any] = []
@@ -161,18 +155,14 @@ class _Walk:
 
 def _imported(code: CodeType, namespace: Mapping[str, Any]) -> Iterator[ModuleType]:
     """Import and yield the user's modules that a function imports in its body."""
-    steps = list(dis.get_instructions(code))
-    for at, step in enumerate(steps):
-        if step.opname == "IMPORT_NAME":
-            level = steps[at - 2].argval  # the number of dots before the name
-            name = "." * (level if isinstance(level, int) else 0) + step.argval
-            with suppress(Exception):  # the import may be in a branch that never runs
-                name = importlib.util.resolve_name(name, namespace.get("__package__"))
-                root = name.partition(".")[0]
-                spec = None if root in ("mmrl", *sys.stdlib_module_names) else importlib.util.find_spec(root)
-                places = [spec.origin or "", *(spec.submodule_search_locations or ())] if spec else INSTALLED
-                if not any(place in file for place in INSTALLED for file in places):
-                    yield importlib.import_module(name)
+    for name in _steps(code).imports:
+        with suppress(Exception):  # the import may be in a branch that never runs
+            name = importlib.util.resolve_name(name, namespace.get("__package__"))
+            root = name.partition(".")[0]
+            spec = None if root in ("mmrl", *sys.stdlib_module_names) else importlib.util.find_spec(root)
+            places = [spec.origin or "", *(spec.submodule_search_locations or ())] if spec else INSTALLED
+            if not any(place in file for place in INSTALLED for file in places):
+                yield importlib.import_module(name)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -183,14 +173,33 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def _of_code(code: CodeType) -> Any:
-    """Describe a code object's instructions, without docstring, file name and line numbers."""
-    steps = []
-    for step in dis.get_instructions(code):
+class _Steps(NamedTuple):
+    """What the instructions of a code object say, whatever the values of its variables."""
+
+    described: list[Any]  # the instructions, without docstring, file name and line numbers
+    assigned: frozenset[str]  # outer variables and attributes that it assigns to
+    filled: frozenset[str]  # those that it may change in place
+    imports: tuple[str, ...]  # modules that it imports, with their dots
+
+
+@functools.cache  # runs hash the same functions many times, and to disassemble them takes most of the time
+def _steps(code: CodeType) -> _Steps:
+    steps = list(dis.get_instructions(code))
+    stores_items = any(step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") for step in steps)
+    described, assigned, filled, imports = list[Any](), set[str](), set[str](), list[str]()
+    for at, (step, after) in enumerate(zip(steps, [*steps[1:], None], strict=True)):
         value = step.argval
+        if step.opname in STORES and (step.opname != "STORE_DEREF" or value in code.co_freevars):
+            assigned.add(value)
+        elif step.opname in LOADS and (stores_items or (after and after.argval in MUTATING)):
+            filled.add(value)
+        elif step.opname == "IMPORT_NAME":
+            level = steps[at - 2].argval  # the number of dots before the name
+            imports.append("." * (level if isinstance(level, int) else 0) + value)
         if isinstance(value, CodeType):
-            value = _of_code(value)
+            value = _steps(value).described
         elif isinstance(value, frozenset):
             value = sorted(map(repr, value))
-        steps.append([step.opname, value if isinstance(value, list) else repr(value)])
-    return [steps, code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], code.co_flags]
+        described.append([step.opname, value if isinstance(value, list) else repr(value)])
+    signature = [code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], code.co_flags]
+    return _Steps([described, *signature], frozenset(assigned), frozenset(filled), tuple(imports))

@@ -16,6 +16,8 @@ from mmrl.training.loop import add_reference_outputs, learnable, train
 from tests.support.tables import assert_rows, reward_table
 from tests.support.toys import toy_run
 
+pytestmark = pytest.mark.usefixtures("no_page")
+
 # Two answers of three and one steps: log pi - log pi_ref is (0.2, -0.1, 0.4) and 0.5.
 NOTES = {"logp": [[-1.0, -1.0, -1.0], [-1.0]], "ref/logp": [[-1.2, -0.9, -1.4], [-1.5]]}
 

@@ -32,3 +32,9 @@ def checkpoint(tmp_path_factory) -> Callable[[str], Path]:
 def pipeline(checkpoint) -> Callable[[str], diffusers.DiffusionPipeline]:
     """Load a tiny pipeline, once for all tests; nobody changes its weights."""
     return cache(lambda name: tiny.load(checkpoint(name)))
+
+
+@pytest.fixture
+def no_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the passes of networks out of estimates of memory: they take seconds."""
+    monkeypatch.setattr("mmrl.diffusion.memory_estimates.extrapolated", lambda *given: 0.0)

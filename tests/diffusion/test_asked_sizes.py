@@ -195,6 +195,7 @@ def test_rows_are_generated_in_their_size(checkpoint, rows, tmp_path, capsys):
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.usefixtures("no_passes")
 def test_the_largest_size_is_estimated(checkpoint, rows, tmp_path):
     many = [{"prompt": f"p{i}", "height": 32, "width": 32} for i in range(20)]
     large = {"prompt": "large", "height": 64, "width": 48}

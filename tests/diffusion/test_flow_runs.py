@@ -8,15 +8,11 @@ import torch
 from mmrl.build import build
 from mmrl.config.loading import merge
 from mmrl.config.schema import Config, ConfigError, parse
-from mmrl.reporting import html
 from mmrl.training.loop import train
 
+pytestmark = pytest.mark.usefixtures("no_page")
+
 MATCHING = {"name": "diffusion.matching", "draws": 2, "time_type": "uniform"}
-
-
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
 
 
 def plan(model, folder, likelihood, **changes):

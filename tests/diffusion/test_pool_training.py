@@ -12,11 +12,12 @@ from mmrl.build import build
 from mmrl.config.loading import merge, read
 from mmrl.config.schema import Config, parse
 from mmrl.diffusion.image_io import save_image, save_video
-from mmrl.reporting import html
 from mmrl.rewards.adapters import comparable_outcomes
 from mmrl.training.loop import train
 from tests.diffusion.flows import picture
 from tests.support.configs import method_file
+
+pytestmark = pytest.mark.usefixtures("no_page")
 
 SEEN = []
 
@@ -28,11 +29,6 @@ def brighter(prompts, outcomes):
         SEEN.append([outcomes[i].times.tolist() for i in members])
         values[max(members, key=light.__getitem__)] = 1.0
     return values
-
-
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
 
 
 def trained(config, folder):

@@ -80,6 +80,7 @@ def test_encoders_of_four_bits_are_offloaded_and_read_when_a_prompt_is_missing(c
     assert len([*tmp_path.rglob("*.safetensors")]) == 2, "precision is in the name"
 
 
+@pytest.mark.usefixtures("no_passes")
 @pytest.mark.parametrize("bits", [4, 8])
 def test_codes_and_scales_are_estimated(checkpoint, bits):
     options = {"dtype": "bfloat16", "lora_rank": 2}

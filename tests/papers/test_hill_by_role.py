@@ -119,7 +119,7 @@ def seen():
 
 @pytest.mark.slow
 def test_a_run_with_adapters_by_role_is_resumed_bit_for_bit(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
+    monkeypatch.setattr(html, "write_page", lambda folder: folder)
     engines = [*SPEAKING["rollout"]["engine"], "vision.by_role"]
 
     def go(name, **changes):

@@ -84,7 +84,7 @@ def go(checkpoint, folder, **changes):
 
 @pytest.mark.slow
 def test_both_adapters_learn_and_a_run_is_resumed_bit_for_bit(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
+    monkeypatch.setattr(html, "write_page", lambda folder: folder)
     whole = go(checkpoint, tmp_path / "whole")
     go(checkpoint, tmp_path / "half", max_steps=2)
     again = go(checkpoint, tmp_path / "half")

@@ -25,6 +25,8 @@ from mmrl.training.loop import train
 from tests.support.tables import reward_table
 from tests.support.toys import prompts, toy_run
 
+pytestmark = pytest.mark.usefixtures("no_page")
+
 
 def rename(experiences, groups):
     """An update that keeps one experience, which names the prompts that were compared last."""

@@ -23,6 +23,8 @@ from mmrl.training.loop import train
 from tests.support.observing import observe, uids
 from tests.support.toys import prompts, toy_run
 
+pytestmark = pytest.mark.usefixtures("no_page")
+
 
 def allocating(num=3, *, columns=(), **options):
     data = prompts(num=num)

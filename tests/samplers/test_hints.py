@@ -19,6 +19,8 @@ from mmrl.training.loop import learnable, train
 from tests.support.tables import reward_table
 from tests.support.toys import SOLUTION, ToyGenerate, ToyText, hinted_prompts, prompts, toy_run
 
+pytestmark = pytest.mark.usefixtures("no_page")
+
 
 class HelpedBySecond:
     """An engine whose answers are right for p0 and, elsewhere, with the second hint only."""

@@ -7,7 +7,6 @@ from safetensors.torch import load_file
 
 from mmrl.build import build
 from mmrl.config.schema import Config, parse
-from mmrl.reporting import html
 from mmrl.runtime import checkpoint
 from mmrl.training.loop import train
 from tests.support.distributed_worker import launch
@@ -15,6 +14,8 @@ from tests.support.killing import left_out
 from tests.support.remembering import SAMPLERS, of_sampler
 from tests.support.resuming import assert_alike, killed, resumed
 from tests.support.toys import plan
+
+pytestmark = pytest.mark.usefixtures("no_page")
 
 WITHOUT = (
     "group_by_length",
@@ -36,11 +37,6 @@ TOLD = (
 
 
 QUICK = ("vade", "pools", "hints")  # of what a table, the prompts and a run remember
-
-
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
 
 
 def test_every_sampler_is_here():

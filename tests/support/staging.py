@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
+from mmrl import cli
 from mmrl.build import build, check
 from mmrl.config.stages import load_stages, on_each
+from mmrl.reporting import html
+from mmrl.training import stages as runner
 from mmrl.training.stages import check_stage_folders, train_stages
 from tests.support.toys import plan
 
@@ -42,3 +46,10 @@ def trained(folder: Path, *overrides: str, stages=None, **changes):
     check_stage_folders(loaded)
     train_stages(loaded, lambda config: build(config, quiet=True), quiet=True)
     return loaded
+
+
+def main() -> int:
+    """Run a command in this process, without the pages, which take most of its time."""
+    html.write_page = lambda folder: folder
+    runner.write_report = lambda home, output=None: home
+    return cli.main(sys.argv[1:])

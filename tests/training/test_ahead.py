@@ -11,7 +11,6 @@ import torch
 from mmrl.config.schema import ConfigError
 from mmrl.core.types import VERSION, Trajectory
 from mmrl.costs import operations
-from mmrl.reporting import html
 from mmrl.reporting.metrics import describe_ages, noted_ages
 from mmrl.runtime.requests import taken
 from mmrl.training.ahead import prefetch
@@ -19,13 +18,10 @@ from mmrl.training.loop import evaluate_references, train
 from tests.support.resuming import EVERYTHING, assert_alike, killed, resumed, without_times
 from tests.support.toys import STOP, ToyGenerate, ToyRow, prompts, toy_run
 
+pytestmark = pytest.mark.usefixtures("no_page")
+
 HERE = __name__
 CORRECTED = {"objective": {"step_weight": ["truncated_importance"]}}
-
-
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
 
 
 class Beginning(ToyGenerate):

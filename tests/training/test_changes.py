@@ -9,7 +9,6 @@ from mmrl.build import build, with_steps
 from mmrl.config.changes import differences, inside
 from mmrl.config.schema import Config, ConfigError, load, parse
 from mmrl.core.types import Clock
-from mmrl.reporting import html
 from mmrl.reporting.metrics import Journal
 from mmrl.runtime import checkpoint
 from mmrl.runtime.checkpoint import CheckpointError
@@ -19,13 +18,10 @@ from mmrl.training.loop import train
 from tests.support.resuming import killed, resumed
 from tests.support.toys import plan, toy_run
 
+pytestmark = pytest.mark.usefixtures("no_page")
+
 COSINE = {"name": "cosine", "start": 0.1, "end": 0.0}
 EVALUATION = {"data": {"name": "tests.support.toys:prompts", "num": 2}}
-
-
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
 
 
 def trained(folder, **changes):

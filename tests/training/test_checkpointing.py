@@ -10,7 +10,6 @@ import pytest
 from mmrl.build import check
 from mmrl.config.loading import merge, read
 from mmrl.config.schema import Config, ConfigError, load, parse
-from mmrl.reporting import html
 from mmrl.reporting.metrics import Journal
 from mmrl.reporting.model_card import config_hash, variant_of, write_card
 from mmrl.runtime import checkpoint
@@ -19,6 +18,8 @@ from mmrl.training.loop import train
 from mmrl.training.trainer import Best
 from tests.support.toys import plan, toy_run
 
+pytestmark = pytest.mark.usefixtures("no_page")
+
 EVALUATED = {
     "evaluation": {"data": {"name": "tests.support.toys:prompts", "num": 3}},
     "eval_steps": 1,
@@ -26,11 +27,6 @@ EVALUATED = {
     "save_total_limit": 1,
     "max_steps": 4,
 }
-
-
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
 
 
 # ---- the best

@@ -14,6 +14,8 @@ from mmrl.training.loop import learnable, train
 from tests.support.tables import reward_table
 from tests.support.toys import ToyGenerate, prompts, toy_run
 
+pytestmark = pytest.mark.usefixtures("no_page")
+
 FAILING = "p0"
 
 

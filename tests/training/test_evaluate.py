@@ -10,6 +10,7 @@ from mmrl.config.binding import Pieces
 from mmrl.config.schema import Config, ConfigError, EvaluateConfig, Piece, as_piece, parse
 from mmrl.core.rng import Stream
 from mmrl.diagnostics.checks.training_metrics import DIFFERENCE, logprob_mismatch
+from mmrl.reporting import html
 from mmrl.reporting.intervals import student_t
 from mmrl.reporting.metrics import Journal, steps_taken
 from mmrl.rewards.adapters import per_outcome
@@ -23,7 +24,7 @@ DATA = {"name": "tests.support.toys:prompts", "num": 6}
 RESAMPLES = 1000  # what a run has, and other tests have not
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def as_many_resamples(monkeypatch):
     monkeypatch.setattr(evaluate, "RESAMPLES", RESAMPLES)
 
@@ -81,7 +82,7 @@ def test_metrics_are_those_of_the_answers(tmp_path):
     assert set(measured.intervals) == {"by_prompt", "by_prompt@4", "even_only", "largest"}
 
 
-def test_intervals_contain_the_metric_and_narrow_with_the_confidence(tmp_path):
+def test_intervals_contain_the_metric_and_narrow_with_the_confidence(tmp_path, as_many_resamples):
     rewards = [f"{__name__}:by_prompt"]
     wide = measuring(tmp_path, rewards=rewards).measure()
     low, high = wide.intervals["by_prompt"]
@@ -253,7 +254,7 @@ def seldom(table):
     return {"seldom": 1.0} if "p0" in table.uids else {}
 
 
-def test_draws_without_a_metric_do_not_count(tmp_path):
+def test_draws_without_a_metric_do_not_count(tmp_path, as_many_resamples):
     evaluator = measuring(tmp_path, metrics=[f"{__name__}:seldom"])
     drawn = evaluator.resample(evaluator.measure(intervals=False).table)["seldom"]
     # 6 draws of 6 prompts miss one with the chance (5 / 6)^6 = 0.335.
@@ -276,7 +277,8 @@ def test_an_evaluation_alone_must_say_everything(name):
 AT_START = {"evaluation": {"data": DATA}, "eval_on_start": True, "eval_steps": 2, "save_steps": 2}
 
 
-def test_an_evaluation_before_the_first_step_has_a_line_of_its_own(tmp_path):
+def test_an_evaluation_before_the_first_step_has_a_line_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
     run = toy_run(tmp_path, **AT_START, max_steps=3)
     start = toy_run(tmp_path / "other", **AT_START).evaluator.measure()
     train(run)
@@ -291,6 +293,7 @@ def test_an_evaluation_before_the_first_step_has_a_line_of_its_own(tmp_path):
 
 
 def test_it_is_not_measured_again_when_a_run_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(html, "write_page", lambda folder: folder)
     train(toy_run(tmp_path, **AT_START, max_steps=3))
     first = Journal(tmp_path).read()[0]
     run = toy_run(tmp_path, **AT_START, max_steps=4)
@@ -300,7 +303,8 @@ def test_it_is_not_measured_again_when_a_run_goes_on(tmp_path, monkeypatch):
     assert str(run.journal.read()[0]) == str(first)
 
 
-def test_an_evaluation_is_printed_with_its_interval_beside_the_first(tmp_path, capsys):
+def test_an_evaluation_is_printed_with_its_interval_beside_the_first(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(html, "write_page", lambda folder: folder)
     run = build(parse(plan(tmp_path, **AT_START, max_steps=3), Config))
     train(run)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("evaluation at step")]

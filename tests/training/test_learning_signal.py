@@ -12,6 +12,8 @@ from mmrl.training.learning_signal import FIRST, LASTING, LearningSignal, NoLear
 from mmrl.training.loop import train
 from tests.support.toys import toy_run
 
+pytestmark = pytest.mark.usefixtures("no_page")
+
 
 @per_outcome
 def nothing(prompt, outcome):

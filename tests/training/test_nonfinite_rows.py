@@ -15,6 +15,8 @@ from tests.support.tables import step_table
 from tests.support.toys import toy_run
 from tests.training.test_nonfinite import left_in
 
+pytestmark = pytest.mark.usefixtures("no_page")
+
 HERE = __name__
 
 

@@ -22,16 +22,13 @@ from tests.support.killing import PLANS, REMEMBERING, RUNS, differences
 from tests.support.resuming import EVERYTHING, Killed, assert_alike, killed, resumed, without_times
 from tests.support.toys import ToyGenerate, plan, toy_run
 
-
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
+pytestmark = pytest.mark.usefixtures("no_page")
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(html.pages, "curves", lambda runs: [])
+        patch.setattr(html, "write_page", lambda folder: folder)
         return resumed(tmp_path_factory.mktemp("whole"))
 
 

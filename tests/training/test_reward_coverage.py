@@ -15,6 +15,8 @@ from mmrl.training.score import RewardFault
 from tests.support.tables import reward_table
 from tests.support.toys import plan, toy_run
 
+pytestmark = pytest.mark.usefixtures("no_page")
+
 ALWAYS = "tests.support.toys:brevity"
 
 

@@ -10,7 +10,6 @@ import pytest
 from mmrl.build import build
 from mmrl.config import objects
 from mmrl.config.schema import Config, ConfigError, parse
-from mmrl.reporting import html
 from mmrl.runtime import checkpoint
 from mmrl.runtime.checkpoint import CheckpointError
 from mmrl.runtime.folders import MARK, mark_of
@@ -18,6 +17,8 @@ from mmrl.training import record
 from mmrl.training.checkpointing import check_output_folder
 from mmrl.training.loop import train
 from tests.support.toys import plan, toy_run
+
+pytestmark = pytest.mark.usefixtures("no_page")
 
 CELL = """
 WEIGHTS = {"a": 1.0}
@@ -30,11 +31,6 @@ def short(prompts, completions, **columns):
     CALLS.append(len(completions))
     return [helper(text) + 1 / (1 + len(text)) for text in completions]
 """
-
-
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
 
 
 def trained(folder, **changes):

@@ -20,6 +20,8 @@ from mmrl.training.loop import train
 from tests.support.tables import assert_rows, reward_table
 from tests.support.toys import plan, toy_run
 
+pytestmark = pytest.mark.usefixtures("no_page")
+
 VALUES = {"critic/value": [[0.5, 0.6, 0.55, 0.7], [0.5, 0.6, 0.55, 0.7]]}
 TAGS = {"finish": [["length"], ["stop"]]}
 CRITIC = {

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +25,7 @@ from mmrl.runtime.stages import RECORD, last_finished, read_stages
 from mmrl.training import stages as runner
 from mmrl.training.checkpointing import check_output_folder
 from tests.support.distributed_worker import start
+from tests.support.fork_server import server
 from tests.support.killing import differences
 from tests.support.resuming import Killed
 from tests.support.staging import STAGES, staged, trained
@@ -35,16 +34,21 @@ from tests.support.toys import plan, toy_run
 TOYS = "tests.support.toys"
 
 
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
+def without_pages(monkeypatch):
+    monkeypatch.setattr(html, "write_page", lambda folder: folder)
     monkeypatch.setattr(runner, "write_report", lambda home, output=None: home)
+
+
+@pytest.fixture(autouse=True)
+def no_page(monkeypatch):
+    without_pages(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "whole"
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(html, "write_page", lambda folder: folder)
         patch.setattr(html.pages, "curves", lambda runs: [])
         trained(folder)
     return folder
@@ -94,7 +98,7 @@ def test_a_stage_ends_by_its_metric(whole):
 def test_a_killed_run_in_stages_ends_as_one_that_nobody_killed(tmp_path, whole, monkeypatch, stage, step):
     killed_at(monkeypatch, tmp_path, stage, step)
     monkeypatch.undo()
-    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
+    without_pages(monkeypatch)
     trained(tmp_path / "run")
     assert not differences_of(tmp_path / "run", whole)
 
@@ -379,24 +383,12 @@ def test_stages_are_evaluated_with_the_model_of_the_last_one(tmp_path, capsys):
     assert found[0]["metrics"]["share_right"] == found[1]["metrics"]["share_right"]
 
 
-PROGRAM = """
-import sys
-from mmrl.cli import main
-from mmrl.reporting import html
-from mmrl.training import stages
-
-html.pages.curves = lambda runs: []  # what takes most of the time
-stages.write_report = lambda home: home
-sys.exit(main(["train", sys.argv[1]]))
-"""
-
-
 def started(file):
     """Start the command, and return when it has begun a stage or ended."""
-    home = Path(__file__).parents[2]
-    command = [sys.executable, "-u", "-c", PROGRAM, str(file)]
-    process = subprocess.Popen(command, cwd=home, stdout=subprocess.PIPE, text=True)
-    return process, process.stdout.readline()
+    process = server(0).fork("tests.support.staging", ["train", str(file)], os.environ)
+    while "\n" not in process.printed() and process.poll() is None:
+        time.sleep(0.005)
+    return process
 
 
 @pytest.mark.slow
@@ -405,16 +397,17 @@ def test_a_process_that_is_killed_at_any_moment_goes_on_exactly(tmp_path, whole)
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps({**plan(tmp_path / "run", max_steps=3, save_steps=2), "stages": STAGES}))
     for number in (signal.SIGKILL, signal.SIGTERM) * 2:
-        process, line = started(file)
-        if "all 3 stages" in line:
+        process = started(file)
+        if "all 3 stages" in process.printed():
             break
         time.sleep(draw.uniform(0, 0.7))
-        process.send_signal(number)
+        if process.poll() is None:
+            os.kill(process.pid, number)
         process.communicate(timeout=600)
         kills += process.returncode != 0 or not read_stages(tmp_path / "run")[-1].checkpoint
-    process, line = started(file)
-    rest, _ = process.communicate(timeout=600)
-    assert process.returncode == 0 and "all 3 stages are finished" in line + rest and kills > 1
+    process = started(file)
+    printed, _ = process.communicate(timeout=600)
+    assert process.returncode == 0 and "all 3 stages are finished" in printed and kills > 1
     assert not differences_of(tmp_path / "run", whole)
 
 

@@ -13,17 +13,13 @@ import torch
 from mmrl.config.schema import ConfigError
 from mmrl.core.types import Message, Part, Prompt, PromptError
 from mmrl.data.dataset_io import Rows, read_prompts
-from mmrl.reporting import html
 from mmrl.runtime.distributed import Processes
 from mmrl.runtime.requests import taken
 from mmrl.training import consulting
 from mmrl.training.loop import train
 from tests.support.toys import ToyGenerate, toy_run
 
-
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
+pytestmark = pytest.mark.usefixtures("no_page")
 
 
 class Choosy(ToyGenerate):

@@ -21,6 +21,8 @@ from mmrl.training.loop import learnable, train
 from tests.support.tables import assert_rows, reward_table
 from tests.support.toys import plan, toy_run
 
+pytestmark = pytest.mark.usefixtures("no_page")
+
 VALUED = {
     "name": "second_model",
     "policy": {"name": "tests.support.toys:ToyCritic", "probability": True},
