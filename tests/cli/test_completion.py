@@ -61,6 +61,7 @@ def test_argcomplete_gives_them_to_the_shell(line, wanted, tmp_path):
 
 
 def test_help_and_completion_start_without_torch():
-    code = "import sys; from mmrl.cli import parser; parser(); print({'torch', 'numpy', 'PIL'} & {*sys.modules})"
+    listed = "print({'torch', 'numpy', 'PIL'} & {*sys.modules})"
+    code = f"import sys; from mmrl.cli import parser; parser(); {listed}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

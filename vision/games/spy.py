@@ -69,8 +69,8 @@ class Spy(Game):
     Players give clues in turn, and vote at the same time. Clues and votes are in \\boxed{}, or else in the
     last line. Rows have the tags `stage` (`clue`, `decide`), `role` (`spy`, `civilian`, and `voter` for
     votes) and `player`. Every turn records `payoff` (the zero-sum clue reward, or the reward of the vote) and
-    `spy_caught` (whether the spy alone has the most votes). Votes also record `right_vote` (the spy was named)
-    and `open_vote` (the voter wrote N/A).
+    `spy_caught` (whether the spy alone has the most votes). Votes also record `right_vote` (for the spy) and
+    `open_vote` (N/A).
     Our reading: a game without a readable vote has no clue rewards.
 
     Args:
@@ -81,8 +81,8 @@ class Spy(Game):
         voters: Who votes. `civilians`: the civilians, as in the paper. `judge`: a neutral judge who sees the
             original and votes `num_votes` times, as in the code.
         num_votes: Number of votes of the judge.
-        vote_reward: Reward of a vote. `paper`: 1 for the spy, -0.5 for N/A, -1 for another player. `code`: a sum of terms
-            for format and accuracy, as in the paper's code.
+        vote_reward: Reward of a vote. `paper`: 1 for the spy, -0.5 for N/A, -1 for another player. `code`: a
+            sum of terms for format and accuracy, as in the paper's code.
         beta: Weight, in clue rewards, of the difference (votes for the spy) - (mean votes for a civilian).
         lam: Weight, in clue rewards, of (votes for this civilian) - (mean votes for a civilian).
         template: Text that players read after the image, in jinja2, with `stage`, `role`, `player`,
