@@ -57,7 +57,9 @@ def converse(policy, asked, *, kept=True, seed=0, each=7, tools=Chatty, **option
         inner.turns = lambda: SimpleNamespace(begin=lambda rows: inner.reader([row.encoded for row in rows]))
     ends = policy.prompt_encoder.end
     try:
-        return tools(inner, stream=Stream(seed), tool=(crop, ruled), max_images=9).rollout(asked)
+        talking = tools(inner, stream=Stream(seed), tool=(crop, ruled), max_images=9)
+        talking.schemas = ()  # random models follow no description of tools, which has 1,000 tokens of a byte
+        return talking.rollout(asked)
     finally:
         policy.prompt_encoder.end = ends
 
