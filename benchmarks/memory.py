@@ -19,7 +19,6 @@ import os
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -144,17 +143,15 @@ def take_steps(config: Any, count: int) -> Any:
     return run
 
 
-def measure(name: str, width: int) -> dict[str, Any]:
+def measure(name: str, width: int, layers: int = LAYERS) -> dict[str, Any]:
     """Measure one case in this process."""
     from mmrl.diagnostics.memory_estimates import estimate_memory, peak
 
     options, settings = CASES[name]
     with TemporaryDirectory() as place:
         folder = Path(place)
-        config = make_config(folder, make_model(folder, width), options, settings)
-        small = replace(config, policy=replace(config.policy, options={
-            **config.policy.options, "model": str(make_model(folder, 64, 2, 512))
-        }))  # fmt: skip
+        config = make_config(folder, make_model(folder, width, layers), options, settings)
+        small = make_config(folder, make_model(folder, 64, 2, 512), options, {**settings, "length": 8})
         take_steps(small, 1)
         estimate = dict(estimate_memory(config))
         with Peak() as peak_of:
@@ -173,10 +170,11 @@ def measure(name: str, width: int) -> dict[str, Any]:
     }
 
 
-def measure_apart(name: str, width: int) -> dict[str, Any]:
+def measure_apart(name: str, width: int, layers: int = LAYERS) -> dict[str, Any]:
     """Measure one case in a process of its own."""
     code = (
-        f"import json; from benchmarks.memory import measure; print(json.dumps(measure({name!r}, {width})))"
+        "import json; from benchmarks.memory import measure; "
+        f"print(json.dumps(measure({name!r}, {width}, {layers})))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True,

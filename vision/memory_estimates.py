@@ -34,7 +34,8 @@ from mmrl.vision.models.processor import EncodedPrompt
 
 COLUMNS = 5  # step table columns: mask, advantage, weight, and the engine's log-probability and entropy
 ROWS = 4  # rows of the forward passes that are measured
-LENGTHS = (4, 20, 36)  # answer lengths of these passes, in tokens
+LENGTHS = (4, 36)  # answer lengths of these passes, in tokens
+MIDDLE = 20  # a third length, where memory is quadratic
 T = TypeVar("T")
 
 
@@ -204,12 +205,13 @@ def _learning(
         rollout.num_generations, max(1, learn.micro_batch_steps - negative),
     )  # fmt: skip
 
+    # A packed sequence has a mask over all pairs of its tokens, so its memory is quadratic.
+    lengths = (*LENGTHS, MIDDLE) if module.checkpointed else LENGTHS
+
     def states(encoded: EncodedPrompt, count: int) -> float:
-        sizes = {
-            ROWS * n: _states_bytes(policy, module, encoded, n, drawn=len(asked.layout) > 0) for n in LENGTHS
-        }
-        # A packed sequence has a mask over all pairs of its tokens, so its memory is quadratic.
-        return extrapolated(sizes, count, square=module.checkpointed)
+        drawn = len(asked.layout) > 0
+        sizes = {ROWS * n: _states_bytes(policy, module, encoded, n, drawn=drawn) for n in lengths}
+        return extrapolated(sizes, count)
 
     activations = prompts * states(asked.prompt, rows * longest // prompts) + _cast_bytes(policy)
     activations += states(asked.negative, rows * second) if asked.negative else 0.0
@@ -244,14 +246,11 @@ def micro_batch(
     return 1, rows, prompts * math.ceil(answers / rows)
 
 
-def extrapolated(measured: Mapping[int, float], count: int, *, square: bool) -> float:
-    """Extrapolate measured values to the given count, with a parabola if `square`, else with a line.
-
-    `measured` maps three counts, in rising order, to values. The line goes through the first and the last.
-    """
-    (x, f), (y, g), (z, h) = measured.items()
-    bend = ((h - g) / (z - y) - (g - f) / (y - x)) / (z - x) if square else 0.0  # divided differences
-    slope = (g - f) / (y - x) if square else (h - f) / (z - x)
+def extrapolated(measured: Mapping[int, float], count: int) -> float:
+    """Extrapolate values of two counts to the given count with a line, values of three with a parabola."""
+    (x, f), (y, g), *third = measured.items()
+    slope = (g - f) / (y - x)
+    bend = sum(((h - g) / (z - y) - slope) / (z - x) for z, h in third)  # divided differences
     return max(0.0, f + slope * (count - x) + bend * (count - x) * (count - y))
 
 

@@ -51,13 +51,16 @@ class Chatty(Talkative):
         ][total % 5]
 
 
-def converse(policy, asked, *, kept=True, seed=0, each=7, tools=Chatty, **options):
+def converse(policy, asked, *, kept=True, seed=0, each=7, tools=Chatty, told=False, **options):
     inner = Generate(policy, stream=Stream(seed), max_completion_length=each, **options)
     if not kept:
         inner.turns = lambda: SimpleNamespace(begin=lambda rows: inner.reader([row.encoded for row in rows]))
     ends = policy.prompt_encoder.end
     try:
-        return tools(inner, stream=Stream(seed), tool=(crop, ruled), max_images=9).rollout(asked)
+        talking = tools(inner, stream=Stream(seed), tool=(crop, ruled), max_images=9)
+        if not told:  # random models follow no description of tools, which has 1,000 tokens of a byte
+            talking.schemas = ()
+        return talking.rollout(asked)
     finally:
         policy.prompt_encoder.end = ends
 

@@ -61,7 +61,7 @@ def test_hostile_answers(name, options, target):
     assert all(value is None or math.isfinite(value) for value in values)
 
 
-SIZE = 30_000
+SIZE = 15_000
 LONG = {
     part: (part * SIZE)[:SIZE]
     for part in (
@@ -76,7 +76,7 @@ LONG = {
     "digits in an answer": f"<answer>{'1' * SIZE}</answer>",
     "openings in an answer": f"<answer>{'[[' * (SIZE // 2)}</answer>",
     "openings and an end": "[ " * (SIZE // 2) + "] ]",
-    "many words": "word " * 60_000,
+    "many words": "word " * 30_000,
 }  # fmt: skip
 
 
@@ -86,12 +86,12 @@ def test_long_answers_take_no_longer_than_they_are_long(name, options, target):
     for kind, text in LONG.items():
         began = time.process_time()
         values = measured(name, options, target, [text])
-        assert time.process_time() - began < 6, kind  # about 0.3 s; quadratic time is minutes, cubic a year
+        assert time.process_time() - began < 1.5, kind  # about 0.1 s; quadratic time is minutes, cubic weeks
         assert all(value is None or math.isfinite(value) for value in values)
 
 
 @pytest.mark.parametrize("part", [".", "!?", "Mr. ", ".)", " ", "a. "])
 def test_long_captions_are_split_in_time(part):
     began = time.process_time()
-    split_sentences((part * SIZE)[:SIZE] + "x")
+    split_sentences((part * 30_000)[:30_000] + "x")
     assert time.process_time() - began < 25

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 
 import pytest
 import torch
@@ -21,10 +22,17 @@ TIGHT = {"rtol": 0, "atol": 1e-10}
 FLOAT = {"rtol": 1e-5, "atol": 1e-5}  # norms of transformers compute in float32, whatever the weights are
 
 
+@pytest.fixture(scope="module")
+def answered(exact):
+    return cache(lambda family: mixed.answered(exact(family), family))
+
+
 @EVERY
-def test_log_probabilities_and_entropies_of_a_mixed_batch_are_those_of_every_row_alone(exact, family):
+def test_log_probabilities_and_entropies_of_a_mixed_batch_are_those_of_every_row_alone(
+    exact, answered, family
+):
     policy = exact(family)
-    rows = mixed.answered(policy, family)
+    rows = answered(family)
     batch = policy.collate(rows)
     with torch.no_grad():
         said = policy(batch, frozenset({"entropy"}))
@@ -39,10 +47,10 @@ def test_log_probabilities_and_entropies_of_a_mixed_batch_are_those_of_every_row
 
 
 @EVERY
-def test_packed_prompts_give_the_values_and_gradients_of_cached_ones(exact, family):
+def test_packed_prompts_give_the_values_and_gradients_of_cached_ones(exact, answered, family):
     cached, packed = exact(family), exact(family, gradient_checkpointing=True)
     assert packed.module.checkpointed and not cached.module.checkpointed
-    rows = mixed.answered(cached, family)
+    rows = answered(family)
     results = []
     for policy in (cached, packed):
         batch = policy.collate(rows)
@@ -74,9 +82,9 @@ def test_packed_prompts_with_eager_attention_have_the_same_values(checkpoint):
 
 
 @EVERY
-def test_gradients_are_those_of_every_row_alone(exact, family):
+def test_gradients_are_those_of_every_row_alone(exact, answered, family):
     policy = exact(family)
-    rows = mixed.answered(policy, family)
+    rows = answered(family)
     mixed.loss(policy, policy.collate(rows)).backward()
     together = mixed.gradients(policy)
     width = max(row.length for row in rows)
@@ -90,9 +98,9 @@ def test_gradients_are_those_of_every_row_alone(exact, family):
 
 
 @EVERY
-def test_micro_batches_of_one_row_and_of_everything_give_the_same_gradients(exact, family):
+def test_micro_batches_of_one_row_and_of_everything_give_the_same_gradients(exact, answered, family):
     policy = exact(family)
-    rows = mixed.answered(policy, family)
+    rows = answered(family)
     whole = policy.collate(rows)
     group = torch.tensor([[row.prompt.uid for row in rows].index(row.prompt.uid) for row in rows])
     weight = torch.linspace(0.5, 2.0, whole.mask.numel()).view(whole.mask.shape) * whole.mask

@@ -193,11 +193,11 @@ def test_images_in_replies_are_read_as_transformers_read_them(exact, family):
             mixed.assert_close(family, said[i, : row.length], wanted, **TIGHT)
 
 
-def test_conversations_of_the_engine_are_those_of_reading_all_anew(exact, family):
+def test_conversations_of_the_engine_are_those_of_reading_all_anew(exact, family, told=False):
     policy = exact(family)
     asked = [prompt for prompt in mixed.prompts(family)[:3] for _ in range(2)]
-    rows = converse(policy, asked)
-    same(rows, converse(policy, asked, kept=False))
+    rows = converse(policy, asked, told=told)
+    same(rows, converse(policy, asked, told=told, kept=False))
     assert len({row.outcomes[-1].tags["turn"] for row in rows}) > 1
 
 

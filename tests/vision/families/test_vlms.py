@@ -49,7 +49,7 @@ def test_images_in_replies_are_read_as_transformers_read_them(exact, family):
 
 @pytest.mark.slow
 def test_conversations_of_the_engine_are_those_of_reading_all_anew(exact, family):
-    common.test_conversations_of_the_engine_are_those_of_reading_all_anew(exact, family)
+    common.test_conversations_of_the_engine_are_those_of_reading_all_anew(exact, family, told=True)
 
 
 @REPLIES
