@@ -95,6 +95,13 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
+@pytest.fixture
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw nothing on the pages of runs, which takes longer than the steps of tiny models."""
+    monkeypatch.setattr("mmrl.reporting.html.pages.curves", lambda runs: [])
+    monkeypatch.setattr("mmrl.reporting.html.pages.time_split", lambda records: "")
+
+
 @pytest.fixture(autouse=True)
 def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave files of tests to the page cache: no test cuts the power, and the disk costs minutes."""

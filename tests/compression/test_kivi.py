@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -58,8 +59,8 @@ def test_groups_of_one_number_change_no_logit(model, fused):
 
 
 @pytest.mark.parametrize("options", [{"nbits": 2}, {"nbits": 4, "rotate": True}], ids=str)
-def test_eight_ragged_rows_together_are_eight_rows_alone(model, options):
-    listed, answer = prompts(), answers(8, 20)
+def test_ragged_rows_together_are_rows_alone(model, options):
+    listed, answer = prompts(4), answers(4, 20)
     inputs = batch(listed)
     together = read(model, inputs, made(model, inputs, **options), answer)
     for i, one in enumerate(listed):
@@ -168,11 +169,9 @@ def test_rows_are_chosen_repeated_and_cropped(model, fused):
     more = answers(4, 11, seed=5)
     once = make()
     read(model, inputs, once, answer)
-    expected = caching.follow(model, mask, once, more)
+    expected = caching.follow(model, mask, copy.deepcopy(once), more)
     for rows in ([3, 0], [1, 1, 2, 0], [2]):
-        cache = make()
-        read(model, inputs, cache, answer)
-        rows = torch.tensor(rows)
+        cache, rows = copy.deepcopy(once), torch.tensor(rows)
         cache.batch_select_indices(rows)
         assert_close(caching.follow(model, mask[rows], cache, more[rows]), expected[rows], rtol=0, atol=1e-9)
 

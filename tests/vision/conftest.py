@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,13 @@ def checkpoint(tmp_path_factory) -> Callable[[str], Path]:
     """Find the checkpoint of a family; nobody writes to it."""
     transformers.utils.logging.disable_progress_bar()
     return cache(lambda family: tiny.make(family, tmp_path_factory.mktemp(family)))
+
+
+@pytest.fixture(scope="session")
+def copied(checkpoint) -> Callable[..., Tokens]:
+    """Copy a policy in float32, which takes less than loading it; a test may change its copy."""
+    load = cache(lambda family, **options: Tokens(model=str(checkpoint(family)), dtype="float32", **options))
+    return lambda family, **options: copy.deepcopy(load(family, **options))
 
 
 @pytest.fixture(scope="session")

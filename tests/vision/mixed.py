@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from inspect import signature
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -77,9 +78,10 @@ def generate(policy: Tokens, asked: list[Prompt], seed: int = 0, **options) -> t
 
 
 def answered(policy: Tokens, family: str) -> tuple[Trajectory, ...]:
-    """Make rows of every prompt: one sampled answer, and two recorded ones of different lengths."""
+    """Make rows of every prompt: a sampled answer, and a recorded one of another length."""
     asked = prompts(family)
-    recorded = [policy.encode(prompt, Outcome(text=text)) for prompt in asked for text in ("0", "0123 fox")]
+    pairs = zip(asked, cycle(("0", "0123 fox")), strict=False)
+    recorded = [policy.encode(prompt, Outcome(text=text)) for prompt, text in pairs]
     return (*generate(policy, asked), *recorded)
 
 

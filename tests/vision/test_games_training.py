@@ -8,15 +8,12 @@ from pyarrow import parquet
 
 from mmrl.build import build
 from mmrl.config.schema import Config, parse
-from mmrl.reporting import html
 from mmrl.training.loop import train
 from tests.runtime.test_real_processes import GAMING, SPEAKING
 
 
 @pytest.fixture
-def trained(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(html, "curves", lambda runs: [])
-
+def trained(checkpoint, tmp_path, no_curves):
     def go(name, **changes):
         policy = {"name": "vision.tokens", "model": str(checkpoint("qwen2_5_vl")), "dtype": "float32"}
         plan = {**SPEAKING, **GAMING, "policy": policy, "output_dir": str(tmp_path / name), **changes}

@@ -130,11 +130,18 @@ def test_a_reward_model_without_its_head_is_refused(tmp_path):
 # ---- adapters
 
 
+@pytest.fixture(scope="module")
+def saved(checkpoint, tmp_path_factory):
+    """Save an adapter of the policy, once."""
+    folder = tmp_path_factory.mktemp("saved")
+    Tokens(model=str(checkpoint(FAMILY)), dtype="float32", lora_rank=2).save(folder)
+    return folder
+
+
 @pytest.fixture
-def adapter(checkpoint, tmp_path):
-    """A saved adapter of the policy."""
-    Tokens(model=str(checkpoint(FAMILY)), dtype="float32", lora_rank=2).save(tmp_path / "adapter")
-    return tmp_path / "adapter"
+def adapter(saved, tmp_path):
+    """A copy of this adapter, which a test may change."""
+    return shutil.copytree(saved, tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(

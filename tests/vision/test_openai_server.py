@@ -51,8 +51,8 @@ ASKED = Question(
 
 
 @pytest.fixture
-def policy(checkpoint):
-    return Tokens(model=str(checkpoint("qwen2_5_vl")), dtype="float32")
+def policy(copied):
+    return copied("qwen2_5_vl")
 
 
 @pytest.fixture

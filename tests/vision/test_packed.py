@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle, product
+
 import pytest
 import torch
 
@@ -14,18 +16,17 @@ from tests.vision.test_sliding_windows import sliding
 
 FAMILIES = ("qwen2_5_vl", "llava", "smolvlm")
 MORE = ("qwen2_vl", "qwen3_vl", "llava_onevision", "internvl", "glm46v")
-EVERY = pytest.mark.parametrize(
-    "family", [*FAMILIES, *(pytest.param(f, marks=pytest.mark.slow) for f in MORE)]
-)
 OPTIONS = {
     "kept": {"packing": True, "freeze_vision_tower": False},
     "recomputed": {"packing": True, "freeze_vision_tower": False, "gradient_checkpointing": True},
     "copied": {"packing": True, "share_prefix": False},
 }
+# Three families in every form, and each of the others in one.
+USUAL = list(product(FAMILIES, OPTIONS))
+SLOW = [pytest.param(*pair, marks=pytest.mark.slow) for pair in zip(MORE, cycle(OPTIONS), strict=False)]
 
 
-@EVERY
-@pytest.mark.parametrize("form", OPTIONS)
+@pytest.mark.parametrize(("family", "form"), [*USUAL, *SLOW])
 def test_packed_rows_learn_what_they_do_alone(checkpoint, family, form):
     """Texts, images, videos and conversations with images in replies; gradients of all weights in float64."""
     policy = precise(checkpoint(family), **OPTIONS[form])

@@ -8,7 +8,6 @@ import torch
 from mmrl.build import build
 from mmrl.config.loading import merge, read
 from mmrl.config.schema import Config, parse
-from mmrl.reporting import html
 from mmrl.training.loop import train
 from tests.runtime.test_real_processes import SPEAKING
 from tests.support.configs import method_file
@@ -22,13 +21,8 @@ FITTED = {
 }
 
 
-@pytest.fixture(autouse=True)
-def plain(monkeypatch):
-    monkeypatch.setattr(html, "curves", lambda runs: [])
-
-
 @pytest.fixture
-def plan(checkpoint, tmp_path):
+def plan(checkpoint, tmp_path, no_curves):
     def lay(method, name, **changes):
         raw = merge({k: v for k, v in SPEAKING.items() if k not in ("advantage", "objective", "rewards")}, {
             "policy": {"name": "vision.tokens", "model": str(checkpoint("qwen2_5_vl")), "dtype": "float32"},

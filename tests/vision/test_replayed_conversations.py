@@ -19,7 +19,6 @@ from mmrl.core.reward_table import Collection
 from mmrl.core.rng import Stream
 from mmrl.engines.replay import RECALLED, WithReplay
 from mmrl.papers.treecua_dpo import branch_pairs
-from mmrl.reporting import html
 from mmrl.rewards.adapters import per_outcome
 from mmrl.runtime.checkpoint import read_state, write_state
 from mmrl.training.loop import train
@@ -161,9 +160,7 @@ def test_a_stored_tree_comes_back_whole_with_its_pairs(policy):
 
 
 @pytest.fixture
-def trained(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
-
+def trained(checkpoint, tmp_path, no_curves):
     def go(name, method, **changes):
         policy = {"name": "vision.tokens", "model": str(checkpoint(QWEN)), "dtype": "float32"}
         usual = {**SPEAKING, "policy": policy, "rewards": [f"{__name__}:even"], "references": {}}

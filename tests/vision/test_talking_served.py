@@ -152,7 +152,7 @@ def test_a_server_that_dies_in_a_conversation_changes_nothing(policy, start, tmp
 
 
 @pytest.fixture
-def prepare(checkpoint, start, exact, tmp_path):
+def prepare(checkpoint, start, exact, tmp_path, no_curves):
     """Make runs of conversations whose servers sample from the policy of the run."""
     servers = start(exact("qwen2_5_vl"), 2)
 

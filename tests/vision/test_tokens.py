@@ -25,7 +25,10 @@ from mmrl.vision.policies.tokens import Tokens
 from tests.vision import mixed, tiny
 
 EVERY = pytest.mark.parametrize("family", sorted(tiny.MAKERS))
-SOME = pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+LEARNING = pytest.mark.parametrize(
+    ("family", "options"),
+    [("qwen2_5_vl", {}), ("llava", {"lora_rank": 2}), ("qwen2_5_vl", {"freeze_vision_tower": False})],
+)
 
 
 def loaded(checkpoint, family="qwen2_5_vl", **options):
@@ -181,8 +184,8 @@ def test_a_recorded_answer_with_a_placeholder_is_refused(exact):
 
 
 @EVERY
-def test_an_adapter_trains_the_linear_layers_of_the_language_model_alone(checkpoint, family):
-    plain, policy = loaded(checkpoint, family), loaded(checkpoint, family, lora_rank=2)
+def test_an_adapter_trains_the_linear_layers_of_the_language_model_alone(exact, checkpoint, family):
+    plain, policy = exact(family), loaded(checkpoint, family, lora_rank=2)
     decoder = plain.model.get_decoder()
     linear = [name for name, module in decoder.named_modules() if isinstance(module, nn.Linear)]
     names = learning(policy)
@@ -204,8 +207,8 @@ def test_an_adapter_is_on_the_layers_that_are_named(checkpoint):
 
 
 @EVERY
-def test_an_adapter_with_the_tower_trains_every_linear_layer_but_the_head(checkpoint, family):
-    plain = loaded(checkpoint, family)
+def test_an_adapter_with_the_tower_trains_every_linear_layer_but_the_head(exact, checkpoint, family):
+    plain = exact(family)
     policy = loaded(checkpoint, family, lora_rank=2, freeze_vision_tower=False)
     linear = {name for name, module in plain.model.named_modules() if isinstance(module, nn.Linear)}
     head = next(n for n, m in plain.model.named_modules() if m is plain.model.get_output_embeddings())
@@ -216,8 +219,8 @@ def test_an_adapter_with_the_tower_trains_every_linear_layer_but_the_head(checkp
 
 
 @EVERY
-def test_without_an_adapter_the_language_model_learns_and_the_tower_when_asked(checkpoint, family):
-    policy = loaded(checkpoint, family)
+def test_without_an_adapter_the_language_model_learns_and_the_tower_when_asked(exact, checkpoint, family):
+    policy = exact(family)
     language = {id(p) for p in policy.model.get_decoder().parameters()}
     language |= {id(p) for p in policy.model.get_output_embeddings().parameters()}
     assert {id(p) for p in policy.module.parameters() if p.requires_grad} == language
@@ -239,8 +242,7 @@ def test_an_adapter_that_does_not_fit_is_refused(checkpoint, tmp_path, options, 
         loaded(checkpoint, **options).load(tmp_path)
 
 
-@SOME
-@pytest.mark.parametrize("tower", [False, True])
+@pytest.mark.parametrize(("family", "tower"), [("qwen2_5_vl", False), ("llava", True)])
 def test_a_saved_adapter_is_read_by_peft_and_by_the_policy_bit_for_bit(checkpoint, tmp_path, family, tower):
     from peft import PeftModel
     from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -266,8 +268,7 @@ def test_a_saved_adapter_is_read_by_peft_and_by_the_policy_bit_for_bit(checkpoin
     AutoProcessor.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tower", [False, True])
+@pytest.mark.parametrize(("dtype", "tower"), [("float32", True), ("bfloat16", False)])
 def test_a_saved_model_is_read_by_transformers_and_by_the_policy_bit_for_bit(
     checkpoint, tmp_path, dtype, tower
 ):
@@ -290,8 +291,7 @@ def test_a_saved_model_is_read_by_transformers_and_by_the_policy_bit_for_bit(
     assert said(again, "qwen2_5_vl").isfinite().all()
 
 
-@pytest.mark.parametrize("options", [{}, {"lora_rank": 2}, {"freeze_vision_tower": False}])
-@SOME
+@LEARNING
 def test_recomputing_layers_gives_the_same_gradients(exact, checkpoint, family, options):
     results = []
     for again in (False, True):
@@ -319,8 +319,7 @@ def test_layers_are_in_fact_recomputed(checkpoint):
     assert not any(module.training for module in loaded(checkpoint).model.modules())
 
 
-@pytest.mark.parametrize("options", [{}, {"lora_rank": 2}, {"freeze_vision_tower": False}])
-@SOME
+@LEARNING
 def test_gradients_through_onednn_are_the_same(checkpoint, monkeypatch, family, options):
     results = []
     calls = []

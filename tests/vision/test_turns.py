@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -74,6 +76,16 @@ def weighed(logp, batch):
     return (logp * weight * batch.mask).sum()
 
 
+@cache
+def by_transformers(exact, family):
+    """Compute log-probabilities and gradients of conversations by transformers, once for all options."""
+    policy = exact(family)
+    batch, made = collated(policy, family)
+    logp = plain(policy, made)
+    weighed(logp, batch).backward()
+    return logp.detach(), mixed.gradients(policy)
+
+
 def near(family, found, wanted):
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
@@ -93,14 +105,10 @@ def test_logp_and_gradients_of_conversations_equal_plain_transformers(exact, fam
     assert {len(row.steps.suffix.media) > 0 if row.steps.suffix else None for row, _, _ in made} == {
         None, False, True,
     }  # fmt: skip
-    reference = exact(family)
-    wanted = plain(reference, made)
-    logp = policy(batch).logp
+    logp, (wanted, gradients) = policy(batch).logp, by_transformers(exact, family)
     mixed.assert_close(family, logp * batch.mask, wanted * batch.mask, rtol=0, atol=1e-6)
     weighed(logp, batch).backward()
-    found = mixed.gradients(policy)
-    weighed(wanted, batch).backward()
-    near(family, found, mixed.gradients(reference))
+    near(family, mixed.gradients(policy), gradients)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -54,8 +54,8 @@ LORA = {"lora_rank": 4, "freeze_vision_tower": False}
 
 
 @pytest.fixture
-def policy(checkpoint):
-    return Tokens(model=str(checkpoint("qwen2_5_vl")), dtype="float32")
+def policy(copied):
+    return copied("qwen2_5_vl")
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -339,26 +340,24 @@ def test_calls_are_json_between_their_marks():
     assert parse_calls("no call") == []
 
 
-@pytest.mark.parametrize(
-    ("tool", "message"),
-    [
-        (fail, "Error: RuntimeError: the index is <|im_end|> broken"),
-        (huge, "Error: returned an image of 40000x40000 pixels; the limit is 16777216"),
-        (thin, "Error: the reply of the tool cannot be shown"),
-        (wide, "Error: the reply of the tool cannot be shown"),
-        (number, "Error: returned bytes; a tool returns a text, a PIL image, or a list of both"),
-        ("hang", "Error: no answer within 0.2 s"),
-    ],
-    ids=["raises", "huge", "thin", "wide", "garbage", "hangs"],
-)
-@pytest.mark.parametrize("on_error", ["tell", "skip", "raise"])
-def test_a_fault_of_a_tool_is_told_ends_the_conversation_or_stops_the_run(scripted, tool, message, on_error):
-    named = {fail: "fail", huge: "huge", thin: "thin", wide: "wide", number: "number"}.get(tool, "hang")
+FAULTS = {
+    "fail": "Error: RuntimeError: the index is <|im_end|> broken",
+    "huge": "Error: returned an image of 40000x40000 pixels; the limit is 16777216",
+    "thin": "Error: the reply of the tool cannot be shown",
+    "wide": "Error: the reply of the tool cannot be shown",
+    "number": "Error: returned bytes; a tool returns a text, a PIL image, or a list of both",
+    "hang": "Error: no answer within 0.2 s",
+}
+ENDINGS = zip(FAULTS, cycle(("skip", "raise")), strict=False)
+
+
+@pytest.mark.parametrize(("named", "on_error"), [*((named, "tell") for named in FAULTS), *ENDINGS])
+def test_a_fault_of_a_tool_is_told_ends_the_conversation_or_stops_the_run(scripted, named, on_error):
     piece = Piece(f"{__name__}:{named}", {"timeout": 0.2 if named == "hang" else 60, "on_error": on_error})
     bound = Pieces(Stream(0)).make("tool", piece)
     began = time.monotonic()
     if on_error == "tell":
-        assert message in error_of(scripted, call(named), tool=(bound,))
+        assert FAULTS[named] in error_of(scripted, call(named), tool=(bound,))
         assert time.monotonic() - began < 240
         return
     engine = scripted(lambda uid, index, turn: "fox" if turn else call(named), tool=(bound,))

@@ -62,7 +62,8 @@ class WeightsWriter:
         if self.latest and any(map(is_shard, self.tensors().values())):
             return self.latest.version
         # Hash an adapter's settings, too, because its scale is not a tensor.
-        settings = self.policy.adapter.peft_config if self.policy.adapter else self.policy.model.config
+        config = self.policy.model.config.to_json_string(use_diff=False)  # finding the differences is slow
+        settings = self.policy.adapter.peft_config if self.policy.adapter else config
         content = f"{of_tensors(self.tensors().values())} {settings}"
         return hashlib.sha256(content.encode()).hexdigest()[:DIGITS]
 

@@ -7,7 +7,7 @@ checkpoint in float64, and `family`, the name of a checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from inspect import signature
 from pathlib import Path
 
@@ -61,6 +61,28 @@ def loader(
     return exact
 
 
+@lru_cache(2)
+def answered(exact, family):
+    """Make the rows of a family, once for all options."""
+    return mixed.answered(exact(family), family)
+
+
+def weights(mask):
+    """Weigh every step differently, so that no error in one can hide in another."""
+    return torch.linspace(0.5, 2.0, mask.numel(), dtype=torch.float64).view(mask.shape)
+
+
+@lru_cache(2)
+def by_transformers(exact, family, **adapter):
+    """Compute log-probabilities and gradients of these rows by transformers, once with each adapter."""
+    policy, rows = exact(family, **adapter), answered(exact, family)
+    weight, found = weights(policy.collate(rows).mask), []
+    for i, row in enumerate(rows):
+        found.append(log_probabilities(policy, row.steps.prompt, row.steps.ids)[-row.length :])
+        (found[-1] * weight[i, : row.length]).sum().backward()
+    return [logp.detach() for logp in found], mixed.gradients(policy)
+
+
 def log_probabilities(policy, read, answer):
     """Log-probabilities by transformers of all tokens of one row: one sequence, no padding, no cache.
 
@@ -94,19 +116,15 @@ LORA = pytest.param({"lora_rank": 2}, marks=pytest.mark.slow)
 
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, LORA], ids=str)
 def test_values_and_gradients_are_those_of_transformers(exact, family, options):
-    policy = exact(family, **options)
-    rows = mixed.answered(exact(family), family)  # most families: without, with one and with two images
-    assert {1, 2} <= {len(row.prompt.media) for row in rows}
+    policy, rows = exact(family, **options), answered(exact, family)
+    assert {1, 2} <= {len(row.prompt.media) for row in rows}  # most families: also without
     batch = policy.collate(rows)
-    said = policy(batch)
-    weight = torch.linspace(0.5, 2.0, said.logp.numel(), dtype=torch.float64).view(said.logp.shape)
-    (said.logp * weight * batch.mask).sum().backward()
+    said = policy(batch).logp
+    (said * weights(batch.mask) * batch.mask).sum().backward()
     ours = mixed.gradients(policy)
+    logp, wanted = by_transformers(exact, family, **({} if "gradient_checkpointing" in options else options))
     for i, row in enumerate(rows):
-        logp = log_probabilities(policy, row.steps.prompt, row.steps.ids)[-row.length :]
-        mixed.assert_close(family, said.logp[i, : row.length], logp, **TIGHT)
-        (logp * weight[i, : row.length]).sum().backward()
-    wanted = mixed.gradients(policy)
+        mixed.assert_close(family, said[i, : row.length], logp[i], **TIGHT)
     # Experts for media in the last layer change no answer; towers of media that no row has get zeros here.
     for one, other in ((ours, wanted), (wanted, ours)):
         assert not any(one[name].any() for name in one.keys() - other.keys())
