@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import threading
+from collections.abc import Iterator
 from fractions import Fraction
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from mmrl.core.types import Outcome, Prompt
 from mmrl.data.dataset_io import write_rows
 from mmrl.rewards.adapters import per_outcome
 from mmrl.training.loop import train
+from mmrl.vision.models import loading
 from tests.rewards import tiny_clip
 from tests.rewards.tiny_text import write_bert
 from tests.support.configs import METHODS, reads_scores
@@ -344,7 +347,16 @@ def laid(path: Path, home: Path, server: str, output: Path) -> Config:
     return parse(merge(merge(merge(usual, plan), variant), small), Config)
 
 
+@pytest.fixture(scope="module")
+def one_processor() -> Iterator[None]:
+    """Load the processor of each model once for all runs, which change none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "load_processor", cache(loading.load_processor))
+        yield
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_processor")
 @pytest.mark.parametrize("path", METHODS, ids=lambda path: path.stem)
 def test_every_method_takes_two_steps(path, home, server, tmp_path, monkeypatch):
     monkeypatch.setattr("mmrl.reporting.html.write_page", lambda folder, *rest: folder)

@@ -57,13 +57,13 @@ def imported_after(*statements: str) -> str:
 
 
 def test_a_run_that_names_no_paper_imports_none():
-    assert not imported_after("find('advantage', 'group_normalize')", "find('engine', 'vision.generate')")
-    assert not imported_after("pieces('check')", "pieces('memory_estimate')", "pieces('family')")
+    found = ("find('advantage', 'group_normalize')", "find('engine', 'vision.generate')")
+    assert not imported_after(*found, "pieces('check')", "pieces('memory_estimate')", "pieces('family')")
 
 
 def test_a_run_that_names_a_paper_imports_it_alone():
-    assert imported_after("find('advantage', 'barrier')") == "mmrl.papers.c_morl"
-    assert imported_after("find('engine', 'vision.with_greedy')") == "mmrl.papers.remax"
+    found = imported_after("find('advantage', 'barrier')", "find('engine', 'vision.with_greedy')")
+    assert found == "mmrl.papers.c_morl mmrl.papers.remax"
 
 
 def test_a_new_paper_is_found_without_a_list(tmp_path, monkeypatch):

@@ -118,7 +118,13 @@ def test_parts_are_taken_again_after_the_code_changed(tmp_path, monkeypatch):
     assert gpu.code() == names[-1]
 
 
-FORKED = ("bf16_parity", "grpo_step")  # others begin as the command begins them
+FORKED = (
+    "attention",
+    "bf16_parity",
+    "grpo_step",
+    "memory",
+    "resume",
+)  # others begin as the command begins them
 
 
 def fork(name):

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from mmrl.optimizers import BatchedMuon, adamw, adamw_8bit, muon, orthogonalize, sgd
+from tests.support import distributed_worker
 
 
 def named(**values):
@@ -145,10 +146,10 @@ def test_muon_is_that_of_torch_up_to_the_rounding_of_bfloat16(monkeypatch, toget
         assert (a - b).norm() < 0.05 * (b - start).norm()
 
 
-def of_shards(rank, place):
-    """Update matrices that are shards of two processes, and the same ones whole."""
+def main():
+    """Update matrices that are shards of two processes, of which this is one, and the same ones whole."""
     mesh_of = torch.distributed.device_mesh.init_device_mesh
-    torch.distributed.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo")
     mesh, generator = mesh_of("cpu", (2,)), torch.Generator().manual_seed(2)
     drawn = [[torch.randn(shape, generator=generator) for shape in ((4, 6), (6, 4), (5, 7))] for _ in "wg"]
     cut = lambda matrix: distribute_tensor(matrix.clone(), mesh, [Shard(0)])
@@ -165,8 +166,10 @@ def of_shards(rank, place):
 
 
 @pytest.mark.slow
-def test_muon_moves_shards_of_two_processes_as_whole_matrices(tmp_path):
-    torch.multiprocessing.spawn(of_shards, (tmp_path / "meeting",), nprocs=2)
+def test_muon_moves_shards_of_two_processes_as_whole_matrices():
+    for process in distributed_worker.start(__name__, [], 2):
+        printed, _ = process.communicate(timeout=600)
+        assert not process.returncode, printed
 
 
 def test_everything_else_is_moved_by_adamw():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,24 @@ def uninterrupted(tmp_path_factory):
         return resumed(tmp_path_factory.mktemp("whole"))
 
 
+@pytest.fixture(scope="module")
+def fallen(tmp_path_factory):
+    """Put a run that fell over at the end of a step into a folder; one run of each step is copied."""
+
+    @cache
+    def made(at):
+        folder = tmp_path_factory.mktemp("fallen")
+        killed(folder, at=at)
+        return folder
+
+    def copy(folder, at):
+        shutil.copytree(made(at), folder, dirs_exist_ok=True)
+        config = folder / "config.yaml"
+        config.write_text(config.read_text().replace(str(made(at)), str(folder)))
+
+    return copy
+
+
 # ---- half a checkpoint
 
 
@@ -47,8 +67,10 @@ def flipped(data):
 
 @pytest.mark.parametrize("damage", [cut, flipped])
 @pytest.mark.parametrize("name", [checkpoint.STATE, checkpoint.TENSORS, "model/model.safetensors", MARK])
-def test_a_damaged_checkpoint_is_skipped_with_a_message(tmp_path, uninterrupted, name, damage, capsys):
-    killed(tmp_path, at=6)
+def test_a_damaged_checkpoint_is_skipped_with_a_message(
+    tmp_path, uninterrupted, fallen, name, damage, capsys
+):
+    fallen(tmp_path, at=6)
     file = tmp_path / "checkpoint-6" / name
     file.write_bytes(damage(file.read_bytes()))
     run = toy_run(tmp_path, **EVERYTHING)
@@ -61,16 +83,16 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message(tmp_path, uninterrupted,
     assert_alike(run, uninterrupted)
 
 
-def test_a_checkpoint_that_was_being_written_is_not_looked_at(tmp_path, uninterrupted):
-    killed(tmp_path, at=4)
+def test_a_checkpoint_that_was_being_written_is_not_looked_at(tmp_path, uninterrupted, fallen):
+    fallen(tmp_path, at=4)
     unfinished = tmp_path / "checkpoint-5.tmp" / "model"
     unfinished.mkdir(parents=True)
     (unfinished / "model.safetensors").write_bytes(b"half")
     assert_alike(resumed(tmp_path), uninterrupted)
 
 
-def test_nothing_is_begun_anew_while_checkpoints_cannot_be_read(tmp_path, uninterrupted, monkeypatch):
-    killed(tmp_path, at=6)
+def test_nothing_is_begun_anew_while_checkpoints_cannot_be_read(tmp_path, uninterrupted, fallen, monkeypatch):
+    fallen(tmp_path, at=6)
     journal = (tmp_path / "metrics.jsonl").read_text()
     opened = Path.open
 
@@ -90,8 +112,8 @@ def test_nothing_is_begun_anew_while_checkpoints_cannot_be_read(tmp_path, uninte
     assert_alike(resumed(tmp_path), uninterrupted)
 
 
-def test_a_folder_that_cannot_be_listed_is_not_begun_anew(tmp_path, uninterrupted, monkeypatch):
-    killed(tmp_path, at=6)
+def test_a_folder_that_cannot_be_listed_is_not_begun_anew(tmp_path, uninterrupted, fallen, monkeypatch):
+    fallen(tmp_path, at=6)
     listed = os.listdir
 
     def fails(path="."):
@@ -121,9 +143,9 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_full_disk_is_a_clear_error_and_leaves_the_older_checkpoint(
-    tmp_path, uninterrupted, monkeypatch, capsys, place, name, error
+    tmp_path, uninterrupted, fallen, monkeypatch, capsys, place, name, error
 ):
-    killed(tmp_path, at=5)
+    fallen(tmp_path, at=5)
     place = importlib.import_module(place) if isinstance(place, str) else place
     run = toy_run(tmp_path, **EVERYTHING)
     saves = loop.save
@@ -147,8 +169,10 @@ def test_a_full_disk_is_a_clear_error_and_leaves_the_older_checkpoint(
 
 
 @pytest.mark.parametrize("name", ["checkpoint-6.tmp", "checkpoint-6"])
-def test_a_file_in_the_place_of_a_checkpoint_does_not_keep_it_from_being_saved(tmp_path, uninterrupted, name):
-    killed(tmp_path, at=4)
+def test_a_file_in_the_place_of_a_checkpoint_does_not_keep_it_from_being_saved(
+    tmp_path, uninterrupted, fallen, name
+):
+    fallen(tmp_path, at=4)
     run = toy_run(tmp_path, **EVERYTHING)
     finish = run.finish
 
@@ -161,8 +185,8 @@ def test_a_file_in_the_place_of_a_checkpoint_does_not_keep_it_from_being_saved(t
     assert_alike(run, uninterrupted)
 
 
-def test_a_line_that_was_cut_short_is_written_anew(tmp_path, uninterrupted):
-    killed(tmp_path, at=5)
+def test_a_line_that_was_cut_short_is_written_anew(tmp_path, uninterrupted, fallen):
+    fallen(tmp_path, at=5)
     journal = tmp_path / "metrics.jsonl"
     journal.write_text(journal.read_text()[:-30])
     assert_alike(resumed(tmp_path), uninterrupted)
@@ -196,8 +220,8 @@ def test_another_configuration_is_refused(tmp_path, changes):
 
 
 @pytest.mark.parametrize("cut", [0.0, 0.3, 0.5, 0.98], ids=str)
-def test_a_broken_configuration_is_called_broken_and_the_advice_goes_on(tmp_path, uninterrupted, cut):
-    killed(tmp_path, at=4)
+def test_a_broken_configuration_is_called_broken_and_the_advice_goes_on(tmp_path, uninterrupted, fallen, cut):
+    fallen(tmp_path, at=4)
     written = tmp_path / "config.yaml"
     text = written.read_text()
     written.write_text(text[: int(cut * len(text))])

@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mmrl.config.registry import HOMES, pieces
 from tests.support.quick import draw_few, leave_unflushed
@@ -64,6 +64,12 @@ class Forked:
             time.sleep(PAUSE)
         return self.printed(), None
 
+    def wait(self, timeout: float) -> int:
+        """Wait for the end, and return the exit status."""
+        self.communicate(timeout)
+        assert self.returncode is not None
+        return self.returncode
+
     def printed(self) -> str:
         """Return what was printed so far."""
         return os.pread(self.output, os.fstat(self.output).st_size, 0).decode(errors="replace")
@@ -76,7 +82,7 @@ class Server:
     """The process that others are forked from; it ends with the one that started it."""
 
     def __init__(self) -> None:
-        self.link, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.link, other = link()
         with other:
             command = [sys.executable, "-m", __name__, str(other.fileno())]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -84,11 +90,17 @@ class Server:
                 command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=[other.fileno()]
             )
 
-    def fork(self, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Forked:
-        """Call the `main` of a module in a process of its own."""
-        # Memory and no pipe: nobody reads while the process runs, and a full pipe would stop it.
-        output = os.memfd_create(module)
+    def fork(
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], output: int | None = None
+    ) -> Forked:
+        """Call the `main` of a module in a process of its own.
+
+        With an `output`, a descriptor, the process writes there and begins a session, as those of launchers.
+        """
         asked = {"module": module, "arguments": list(arguments), "environment": dict(environment)}
+        asked["session"] = output is not None
+        # Memory and no pipe: nobody reads while the process runs, and a full pipe would stop it.
+        output = os.memfd_create(module) if output is None else output
         return Forked(self.ask(asked, output), self, output)
 
     def ask(self, what: Mapping[str, Any], *handles: int) -> Any:
@@ -96,8 +108,24 @@ class Server:
         socket.send_fds(self.link, [json.dumps(what).encode()], handles)
         answer = self.link.recv(1 << 10)
         if not answer:
-            raise RuntimeError(f"the server has ended with status {self.process.wait()}")
+            raise RuntimeError("the server has ended")
         return json.loads(answer)
+
+
+class Neighbour(Server):
+    """A server that is forked from this process, which has imported what is needed and has one thread."""
+
+    def __init__(self) -> None:
+        self.link, other = link()
+        with other:
+            asked = None if (parent := os.fork()) else serve(other)
+        if not parent:
+            call(asked)
+
+
+def link() -> tuple[socket.socket, socket.socket]:
+    """Connect a server with who asks it."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 @cache
@@ -146,11 +174,19 @@ def main() -> None:
     assert threads == 1, f"a process with {threads} threads must not be forked"
     with socket.socket(fileno=int(sys.argv[1])) as link:
         asked = serve(link)
-    if asked:
-        os.environ.clear()
-        os.environ.update(asked["environment"])
-        sys.argv = [asked["module"], *asked["arguments"]]
-        sys.exit(importlib.import_module(asked["module"]).main())
+    call(asked)
+
+
+def call(asked: Mapping[str, Any] | None) -> NoReturn:
+    """Call what was asked of a forked process; a server that nobody asks any more ends."""
+    if not asked:
+        sys.exit()
+    if asked["session"]:
+        os.setsid()
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    sys.argv = [asked["module"], *asked["arguments"]]
+    sys.exit(importlib.import_module(asked["module"]).main())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Two machines made of network namespaces that a virtual cable joins, and launches on both.
 
 Each has an address, a name and a loopback device of its own, so nothing that is meant for one machine works
-by accident. Needs root, `ip` of iproute2 and `unshare`.
+by accident. Needs root and `ip` of iproute2.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mmrl.core.rng import Stream
+from tests.support.fork_server import Forked, server
 
 ADDRESSES = ("10.97.41.1", "10.97.41.2")
 PORT = 29417
-ROOT = Path(__file__).parents[2]
+LAUNCHERS = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}
 
 
 def ip(*words: str) -> None:
@@ -29,9 +29,8 @@ def ip(*words: str) -> None:
 
 def unable() -> str:
     """Say why namespaces cannot be made here; empty where they can."""
-    for program in ("ip", "unshare"):
-        if not shutil.which(program):
-            return f"there is no program `{program}`"
+    if not shutil.which("ip"):
+        return "there is no program `ip`"
     name = f"mmrl-try-{os.getpid()}"
     try:
         ip("netns", "add", name)
@@ -46,45 +45,32 @@ class Machines:
 
     def __init__(self) -> None:
         self.names = [f"mmrl-{os.getpid()}-{i}" for i in range(2)]
-        self.started: list[subprocess.Popen] = []
-        self.written: list[int] = []  # descriptors
+        self.started: list[Forked] = []
 
     def unplug(self) -> None:
         """Cut the cable, as when a machine is switched off: nobody gets a packet any more."""
         ip("-n", self.names[1], "link", "set", "cable", "down")
 
-    def start(self, number: int, command: Sequence[str], **more: str) -> subprocess.Popen:
-        """Start a command of the Python environment on a machine."""
-        program = str(Path(sys.executable).parent / command[0])
-        named = f'hostname machine{number}; exec "$0" "$@"'
-        own = ["ip", "netns", "exec", self.names[number], "unshare", "--uts", "sh", "-c", named]
+    def start(self, number: int, command: Sequence[str], **more: str) -> Forked:
+        """Call a launcher on a machine."""
         told = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable"} | more
-        # Memory and no pipe: what a launcher leaves behind may hold the other end open for ever.
-        output = os.memfd_create(f"machine{number}")
-        process = subprocess.Popen(
-            [*own, program, *command[1:]],
-            env={**os.environ, **told},
-            cwd=ROOT,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+        place = self.names[number], f"machine{number}", LAUNCHERS[command[0]]
+        given = [*place, *command[1:]]
+        process = server(number).fork("tests.support.forked_launch", given, {**os.environ, **told})
         self.started.append(process)
-        self.written.append(output)
         return process
 
     def wait(self, number: int, timeout: float = 600) -> str:
         """Wait for what was started on a machine to end, and give what it wrote."""
         try:
-            self.started[number].wait(timeout)
+            return self.started[number].communicate(timeout)[0]
         except subprocess.TimeoutExpired as error:
-            written = "\n".join(f"machine {i}: {self.printed(i)}" for i in range(len(self.written)))
+            written = "\n".join(f"machine {i}: {self.printed(i)}" for i in range(len(self.started)))
             raise TimeoutError(f"machine {number} is not done after {timeout} s\n{written}") from error
-        return self.printed(number)
 
     def printed(self, number: int) -> str:
         """Give what a machine has written so far."""
-        written = self.written[number]
-        return os.pread(written, os.fstat(written).st_size, 0).decode(errors="replace")
+        return self.started[number].printed()
 
     def stop(self) -> None:
         """End all that runs on the machines, also what launchers have put into sessions of their own."""
@@ -93,10 +79,9 @@ class Machines:
             for pid in found.stdout.split():
                 with suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
-        for process, output in zip(self.started, self.written, strict=True):
+        for process in self.started:
             process.kill()
             process.wait(30)
-            os.close(output)
 
 
 @contextmanager
