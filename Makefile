@@ -33,7 +33,7 @@ demo-pictures: .venv/mmrl
 docs: .venv/mmrl
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
-# Under a minute: lint, types, import layers, and tests of formulas and configurations.
+# In two minutes: lint, types, import layers, and tests of formulas and configurations.
 check: .venv/mmrl
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
