@@ -16,7 +16,6 @@ from omegaconf import OmegaConf
 
 import mmrl
 from mmrl.cli import main
-from mmrl.reporting import html
 from mmrl.rewards.adapters import per_outcome
 from mmrl.runtime.files import LOCK, hold
 from tests.support.toys import plan, prompts
@@ -54,11 +53,6 @@ class Words:
         output.mkdir(parents=True)
         (output / "words.txt").write_text("\n".join(self.words))
         return {"words": len(self.words)}
-
-
-@pytest.fixture
-def no_curves(monkeypatch):
-    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
 
 
 @pytest.fixture

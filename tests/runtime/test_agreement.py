@@ -24,10 +24,7 @@ from tests.support.agreement_worker import plan_of, write
 from tests.support.distributed_worker import launch, start
 from tests.support.toys import plan
 
-
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
+pytestmark = pytest.mark.usefixtures("no_curves")
 
 
 def trained(folder, **changes):

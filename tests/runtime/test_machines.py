@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 from mmrl.build import build
 from mmrl.config.schema import Config, parse
-from mmrl.reporting import html
 from mmrl.reporting.metrics import Journal
 from mmrl.runtime.links import Links
 from mmrl.training.loop import train
@@ -51,9 +50,7 @@ def weights(folder, name="weights-0"):
     return load_file(folder / "run" / name / "model.safetensors")["table"]
 
 
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
+pytestmark = pytest.mark.usefixtures("no_curves")
 
 
 @pytest.fixture(scope="module")

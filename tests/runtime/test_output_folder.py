@@ -23,10 +23,7 @@ from mmrl.training.loop import train
 from tests.support.resuming import EVERYTHING, Killed, assert_alike, killed, resumed
 from tests.support.toys import ToyText, toy_run
 
-
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
+pytestmark = pytest.mark.usefixtures("no_curves")
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from mmrl.build import build
 from mmrl.config.loading import merge
 from mmrl.config.schema import Config, parse
-from mmrl.reporting import html
 from mmrl.reporting.metrics import Journal
 from mmrl.runtime.checkpoint import MODEL
 from mmrl.training.loop import train
@@ -149,10 +148,7 @@ LORA = merge({"policy": {"lora_rank": 2}}, KEPT_NEAR)
 DRAWN_GROUP_BY_GROUP = {"policy": {"dtype": "bfloat16"}, "learn": {"micro_batch_steps": 1}}
 BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
 
-
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
+pytestmark = pytest.mark.usefixtures("no_curves")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import torch
 
 from mmrl.core.step_table import StepOutput
 from mmrl.core.types import Unit
-from mmrl.reporting import html
 from mmrl.training.collect import collect
 from mmrl.training.loop import evaluate_references, learnable, train, update
 from mmrl.training.nonfinite import NotFinite
@@ -18,10 +17,7 @@ from tests.support.toys import ToyText, toy_run
 DOUBLE = {"name": "tests.support.toys:ToyText", "double": True}
 SGD = {"learning_rate": 1.0, "optimizer": "sgd", "max_grad_norm": 0.0}
 
-
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
+pytestmark = pytest.mark.usefixtures("no_curves")
 
 
 def ready(folder, **changes):

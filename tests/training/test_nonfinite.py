@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 
 from mmrl.cli import main
 from mmrl.core.step_table import Batch
-from mmrl.reporting import html
 from mmrl.rewards.adapters import per_outcome
 from mmrl.runtime import checkpoint
 from mmrl.runtime.watchdog import listening
@@ -33,10 +32,7 @@ from tests.support.toys import ToyGenerate, ToyText, plan, prompts, toy_run
 HERE = __name__
 ROOT = Path(__file__).parents[2]
 
-
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
+pytestmark = pytest.mark.usefixtures("no_curves")
 
 
 # ---- what goes wrong

@@ -49,7 +49,6 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "whole"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(html, "write_page", lambda folder: folder)
-        patch.setattr(html.pages, "curves", lambda runs: [])
         trained(folder)
     return folder
 
