@@ -18,6 +18,7 @@ from mmrl.vision.policies.tokens import Tokens
 from mmrl.vision.serving.broadcast import WeightsCopier
 from mmrl.vision.serving.command import command_lines
 from mmrl.vision.serving.server import LOADING
+from mmrl.vision.serving.servers import Servers
 from mmrl.vision.serving.weights import WeightsWriter
 from mmrl.vision.serving.worker import mmrl_group
 from tests.support.vllm_stand_in import PASSES, StandIn
@@ -122,6 +123,23 @@ def whole(checkpoint):
     return Tokens(model=str(checkpoint("qwen2_5_vl")), dtype="float32", freeze_vision_tower=False)
 
 
+def is_waiting(servers):
+    with servers.counting:
+        return servers.outstanding > 0
+
+
+def test_answers_are_seen_once_servers_may_sleep(tmp_path, monkeypatch):
+    gate = threading.Event()
+    monkeypatch.setattr(Servers, "_answers", lambda *request: gate.wait(300))
+    servers = Servers(["http://127.0.0.1:1"], tmp_path, request_timeout=1.0, timeout=1.0, parallel=1)
+    answer = servers.ask("p0", {})
+    with servers.counting:  # as while the lock of the requests is released
+        gate.set()
+        with pytest.raises(TimeoutError):
+            answer.result(0.5)
+    assert answer.result() and not is_waiting(servers)
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_servers_sleep_after_a_rollout_and_wake_before_the_next(whole, tmp_path, caplog, level):
     server = StandIn(whole, PROMPTS)
@@ -135,7 +153,7 @@ def test_servers_sleep_after_a_rollout_and_wake_before_the_next(whole, tmp_path,
     assert "sleep" not in server.paths(), "another learner waits for an answer"
     gate.set()
     awake.rollout(PROMPTS[:1])
-    while awake.asking.outstanding:  # its answers are there a moment before its lock is gone
+    while is_waiting(awake.asking):
         time.sleep(0.01)
     with caplog.at_level(logging.WARNING, "mmrl"):
         engine.rest()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -178,7 +179,6 @@ class Servers:
                 self._wake_up(self.alive)  # while the lock is held, `rest` lets them stay awake
             self.outstanding += len(requests)
         for future, uid, request in requests:
-            future.add_done_callback(self._answered)
             # Use daemon threads, because the threads of a ThreadPoolExecutor would delay Python's exit.
             work = threading.Thread(target=self._work, args=(future, uid, request, given_up), daemon=True)
             work.start()
@@ -225,13 +225,17 @@ class Servers:
         with self.slots:
             if given_up.is_set():
                 future.cancel()
+            finish = None
             if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(self._answers(uid, request, given_up))
+                    finish = partial(future.set_result, self._answers(uid, request, given_up))
                 except BaseException as error:
-                    future.set_exception(error)
+                    finish = partial(future.set_exception, error)
+            self._answered()  # before anybody sees the result, so that `rest` finds no lock
+            if finish:
+                finish()
 
-    def _answered(self, _: Future) -> None:
+    def _answered(self) -> None:
         with self.counting:
             self.outstanding -= 1
             if not self.outstanding and self.asking:
