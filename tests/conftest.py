@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import gc
-import logging
 import signal
 import time
 import zlib
@@ -16,17 +15,17 @@ import pytest
 import torch
 
 from mmrl.core import onednn
+from mmrl.reporting.html import pages
+from mmrl.reporting.html.curves import curves, time_split
 from tests.support.covering import left_out
-from tests.support.quick import draw_few
+from tests.support.quick import draw_few, draw_no_curves, quicken_libraries
 
 LIMIT = 1800  # seconds that a test with its fixtures may take, also on a machine that does other work
 MARGIN = 600  # more seconds, until a test ends that hangs outside of Python
 armed = -float("inf")  # when the thread that ends it was started: that takes longer than most tests
 
-# pytest adds its handlers to every logger that does not propagate, six times a test; torch has 34 of them.
-for logger in logging.Logger.manager.loggerDict.values():
-    if isinstance(logger, logging.Logger) and logger.name.partition(".")[0] == "torch":
-        logger.propagate = True
+quicken_libraries()
+collections = 0  # of the oldest generation of objects
 
 
 def _too_long(number: int, frame: FrameType | None) -> None:
@@ -36,7 +35,7 @@ def _too_long(number: int, frame: FrameType | None) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Iterator[None]:
     """Fail a test that hangs; one that hangs outside of Python ends all, with where each thread is."""
-    global armed  # noqa: PLW0603
+    global armed, collections  # noqa: PLW0603
     before = signal.signal(signal.SIGALRM, _too_long)
     signal.alarm(LIMIT)
     if time.monotonic() - armed > MARGIN / 2:
@@ -47,6 +46,8 @@ def pytest_runtest_protocol() -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+        if collections != (collections := gc.get_stats()[2]["collections"]):
+            gc.freeze()  # what a full collection has left, imported modules for the most part, stays
 
 
 def pytest_unconfigure() -> None:
@@ -84,9 +85,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def few_resamples() -> None:
-    """Draw few bootstrap samples; `tests/training/test_evaluate.py` draws as many as users do."""
+def few_drawings() -> None:
+    """Draw few bootstrap samples and no curves; tests that are about them draw as users do."""
     draw_few()
+    draw_no_curves()
 
 
 @pytest.fixture
@@ -96,10 +98,10 @@ def generator() -> torch.Generator:
 
 
 @pytest.fixture
-def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw nothing on the pages of runs, which takes longer than the steps of tiny models."""
-    monkeypatch.setattr("mmrl.reporting.html.pages.curves", lambda runs: [])
-    monkeypatch.setattr("mmrl.reporting.html.pages.time_split", lambda records: "")
+def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw the curves on pages of runs, which other tests do without."""
+    monkeypatch.setattr(pages, "curves", curves)
+    monkeypatch.setattr(pages, "time_split", time_split)
 
 
 @pytest.fixture(autouse=True)
@@ -118,3 +120,8 @@ def onednn_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write no page at the end of a run: that takes longer than the training of a toy."""
     monkeypatch.setattr("mmrl.reporting.html.write_page", lambda folder: folder)
+
+
+@pytest.fixture
+def no_curves() -> None:
+    pass

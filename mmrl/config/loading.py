@@ -6,12 +6,14 @@ later piece has another name. YAML files contain no interpolation and no code.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import importlib
+import io
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +101,21 @@ def _read_own(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any], str,
     if path in above:
         raise ConfigError(f"'{path}' includes itself through {[str(p) for p in above]}")
     try:
-        raw = OmegaConf.to_container(OmegaConf.load(path), resolve=False)  # `_check_plain` raises at `${`
+        raw = copy.deepcopy(_parse(path.read_text("utf-8"), str(path)))
     except _UNREADABLE as error:
         raise ConfigError(f"cannot read '{path}': {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"'{path}' must hold a mapping at its top, not a {type(raw).__name__}")
     _check_plain(raw, str(path))
     return {str(key): value for key, value in raw.items()}, f"'{path}'", (*above, path)
+
+
+@lru_cache(maxsize=512)
+def _parse(text: str, name: str) -> Any:
+    """Parse the text of a YAML file, once; interpolations stay, `_check_plain` raises an error for them."""
+    stream = io.StringIO(text)
+    stream.name = name  # for errors
+    return OmegaConf.to_container(OmegaConf.load(stream), resolve=False)
 
 
 def _with_includes(raw: dict[Any, Any], place: str, above: tuple[Path, ...]) -> dict[str, Any]:

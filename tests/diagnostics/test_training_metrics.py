@@ -209,7 +209,7 @@ def said(monkeypatch):
     return lines
 
 
-def test_a_warning_is_said_once_and_stands_at_the_head_of_the_page(tmp_path, said):
+def test_a_warning_is_said_once_and_stands_at_the_head_of_the_page(tmp_path, said, drawn):
     run = toy_run(tmp_path, report={"checks": [ALWAYS], "trackers": []}, max_steps=3)
     train(run)
     assert [line for line in said if line.startswith("warning")] == [

@@ -41,7 +41,7 @@ def rows(text: str, title: str) -> list[list[str]]:
     return [[re.sub(r"<[^>]*>", "", cell) for cell in row] for row in cells]
 
 
-def test_the_page_sets_runs_side_by_side(two, tmp_path):
+def test_the_page_sets_runs_side_by_side(drawn, two, tmp_path):
     path = write_comparison([two / "slow", two / "quick"], tmp_path / "deep" / "page.html")
     text = path.read_text()
     tags = Tags(text)

@@ -24,6 +24,8 @@ from mmrl.reporting.metrics import Journal
 from mmrl.training.loop import train
 from tests.support.toys import toy_run
 
+pytestmark = pytest.mark.usefixtures("drawn")
+
 
 def exclaim(measured):
     """A visualization: a fragment about what was measured."""
