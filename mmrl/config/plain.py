@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from functools import reduce
 from typing import Any
 
+import yaml
+
 from mmrl.config.loading import ConfigError, merge
 from mmrl.config.ranges import LARGEST
 
@@ -69,3 +71,26 @@ def check_finite(value: Any, place: str) -> None:
         case [*items]:
             for i, inner in enumerate(items):
                 check_finite(inner, f"{place}[{i}]")
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writer of YAML that quotes what PyYAML alone leaves: 1e5, OmegaConf's number, and U+0085, a break."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        try:
+            float(data)
+            style = "'"
+        except ValueError:
+            style = '"' if "\x85" in data else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
+
+def to_yaml(value: Any) -> str:
+    """Return plain values as YAML text, which `mmrl.config.loading.read` reads as equal ones."""
+    return yaml.dump(value, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)

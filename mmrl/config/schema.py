@@ -16,10 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from omegaconf import OmegaConf
-
 from mmrl.config.loading import ConfigError, UnknownKey, expand_all, import_modules, read, without_stages
-from mmrl.config.plain import check_finite
+from mmrl.config.plain import check_finite, to_yaml
 from mmrl.config.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt, Range, Steps, bounds_of, marks
 
 FORMS = {
@@ -397,4 +395,4 @@ def as_plain(value: Any) -> Any:
 
 def as_yaml(config: Any) -> str:
     """Return a configuration as YAML text."""
-    return OmegaConf.to_yaml(OmegaConf.create(as_plain(config)))
+    return to_yaml(as_plain(config))

@@ -38,16 +38,17 @@ def config_hash(config: Config) -> str:
 def variant_of(config: Config) -> Method | None:
     """Return the published method with the run's advantages and objective, and most equal other settings."""
     raw = as_plain(config)
+    wanted = {key: short_pieces(raw[key]) for key in ("advantage", "objective")}
 
     def agreement(part: Any, whole: Any) -> int:
         if isinstance(part, dict) and isinstance(whole, dict):
             return sum(agreement(value, whole.get(key)) for key, value in part.items())
         return 1 if part == whole else -1
 
-    def same(variant: Method, key: str) -> bool:
-        return key in variant.raw and short_pieces(variant.raw[key]) == short_pieces(raw[key])
+    def fits(variant: Method) -> bool:
+        return all(key in variant.raw and short_pieces(variant.raw[key]) == wanted[key] for key in wanted)
 
-    fitting = [v for v in all_methods() if same(v, "advantage") and same(v, "objective")]
+    fitting = [variant for variant in all_methods() if fits(variant)]
     return max(fitting, key=lambda variant: agreement(variant.raw, raw), default=None)
 
 

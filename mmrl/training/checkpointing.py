@@ -116,9 +116,10 @@ def resume(run: Run) -> int:
     """Prepare the output folder, load its last complete checkpoint, and return the next step."""
     processes = run.processes
     changed: Changes = {}
+    text = as_yaml(run.config) if processes.main else ""
     with processes.fail_together("opening the output folder"):
         if processes.main:
-            changed, run.made_with = _open_folder(run)
+            changed, run.made_with = _open_folder(run, text)
     changed, run.made_with = processes.all_gather_object([changed, run.made_with])[0]
     run.progress.inputs = inputs = of_prompts(run.pieces.made["data"])
     if run.evaluator:
@@ -131,7 +132,7 @@ def resume(run: Run) -> int:
     )
     start = _load_latest(run, changed)
     if processes.main:
-        _record(run, changed, start)
+        _record(run, changed, start, text)
         # A run that was killed right after its last checkpoint has not yet pruned older checkpoints.
         limit, best = run.config.save_total_limit, run.progress.best.step
         checkpoint.prune(run.folder, limit, start, best, run.report.warn)
@@ -139,13 +140,13 @@ def resume(run: Run) -> int:
     return start
 
 
-def _record(run: Run, changed: Changes, start: int) -> None:
-    """Record changed keys in `changes.jsonl`, then write the current configuration."""
+def _record(run: Run, changed: Changes, start: int, text: str) -> None:
+    """Record changed keys in `changes.jsonl`, then write the current configuration, whose YAML is `text`."""
     for key, (old, new) in changed.items():
         if not inside(key, *UNTOLD):
             Journal(run.folder, CHANGES).write({"step": start, "key": key, "old": old, "new": new})
             run.report.console.say(f"from step {start} on: {describe({key: (old, new)}, 'before', 'now')}")
-    written, text = run.folder / CONFIG, as_yaml(run.config)
+    written = run.folder / CONFIG
     if written.read_text(encoding="utf-8") != text:
         write_whole(written, text)
 
@@ -282,8 +283,11 @@ def _check_folder(config: Config, folder: Path) -> None:
         )
 
 
-def _open_folder(run: Run) -> tuple[Changes, dict[str, Any]]:
+def _open_folder(run: Run, text: str) -> tuple[Changes, dict[str, Any]]:
     """Prepare the output folder of a run; empty it if `overwrite_output_dir` is on.
+
+    Args:
+        text: The configuration of the run as YAML.
 
     Returns the keys that changed since the run began, and the record of the run.
     """
@@ -301,7 +305,7 @@ def _open_folder(run: Run) -> tuple[Changes, dict[str, Any]]:
         remove(folder / name)
     checkpoint.tidy(folder, run.report.warn)
     if not (begun and written.exists()):
-        write_whole(written, as_yaml(run.config))
+        write_whole(written, text)
     record["run"] = saved.get("run", "")  # earlier versions did not write it
     mark(folder, "train", **record, machine=describe_machine())
     return changed, record

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import random
+
 import pytest
+from omegaconf import OmegaConf
 
 from mmrl.config.loading import ConfigError, merge
-from mmrl.config.plain import ABSENT, as_list, as_mapping, check_finite, lookup, nested
+from mmrl.config.plain import ABSENT, as_list, as_mapping, check_finite, lookup, nested, to_yaml
 
 RAW = {
     "sampler": "uniform",
@@ -60,3 +64,34 @@ def test_dotted_keys_are_nested_and_later_ones_win():
 def test_a_number_that_no_computation_survives_is_an_error_with_its_place(value, words):
     with pytest.raises(ConfigError, match=words):
         check_finite(value, "a")
+
+
+def reads(text):
+    return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+
+
+def test_written_values_are_what_omegaconf_writes_and_reads():
+    random.seed(0)
+    words = [
+        "1e5",
+        "1_000",
+        "nan",
+        ".inf",
+        "~",
+        "on",
+        "0x1F",
+        "1:30",
+        "2020-01-01",
+        "",
+        "\n",
+        "a: b",
+        "\x85",
+        "é",
+    ]
+    words += [
+        "".join(random.choices("0123456789eE+-._:anx~'\" #\n", k=random.randint(1, 6))) for _ in range(500)
+    ]
+    for value in (*words, 1e-5, 1e22, -3.5e-12, 10**18, True, None, [], {}, {4: "a"}, [[1.0, "1.0"]]):
+        assert reads(to_yaml({"key": value})) == {"key": value}
+    for value in (RAW, {"text": "a 'quoted' one", "rates": [1e-6, 0.5], "none": None, "long": "word " * 40}):
+        assert to_yaml(value) == OmegaConf.to_yaml(OmegaConf.create(value))
