@@ -11,7 +11,7 @@ from tests.support.quick import FEW
 
 @pytest.fixture(autouse=True, scope="package")
 def no_curves_of_runs() -> Iterator[None]:
-    """Draw nothing on the page of each run, which takes longer than its steps; reports of demos have curves."""
+    """Draw nothing on the pages of runs: it takes longer than their steps. Reports of demos have curves."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mmrl.reporting.html.pages.curves", lambda runs: [])
         patch.setattr("mmrl.reporting.html.pages.time_split", lambda records: "")
