@@ -267,7 +267,8 @@ def memory(toy: bool) -> tuple[Figures, list[Claim]]:
     from benchmarks.memory import measure_apart
 
     cases = ["full"] if toy else ["full", "bfloat16", "adapter", "checkpointing"]
-    lines = {name: measure_apart(name, 256 if toy else 2048) for name in cases}
+    size = {"width": 256, "layers": 3} if toy else {"width": 2048}
+    lines = {name: measure_apart(name, **size) for name in cases}
     claims = []
     for name, line in lines.items():
         gap = abs(line["estimated_over_measured"] - 1)
@@ -276,7 +277,7 @@ def memory(toy: bool) -> tuple[Figures, list[Claim]]:
 
 
 def resume(toy: bool) -> tuple[Figures, list[Claim]]:
-    """Train four steps at once, and in two halves: weights have to be the same bit for bit."""
+    """Train all steps at once, and in two halves: weights have to be the same bit for bit."""
     from safetensors.torch import load_file
 
     from benchmarks.grpo_step import make_data, make_run
@@ -285,17 +286,17 @@ def resume(toy: bool) -> tuple[Figures, list[Claim]]:
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
+    half, last = (1, 2) if toy else (2, 4)
     with TemporaryDirectory() as place:
         model, data = small_model(Path(place)), make_data(Path(place), 16, 8)
         weights = {}
-        for name, ends in {"whole": [4], "again": [4], "resumed": [2, 4]}.items():
+        for name, ends in {"whole": [last], "again": [last], "resumed": [half, last]}.items():
             folder = Path(place) / name
             folder.mkdir()
             for end in ends:
-                train(
-                    make_run(folder, model, data, 6, max_steps=end, overwrite_output_dir=False, save_steps=2)
-                )
-            weights[name] = load_file(folder / "run" / "checkpoint-4" / MODEL / "model.safetensors")
+                kept = {"overwrite_output_dir": False, "save_steps": half}
+                train(make_run(folder, model, data, 6, max_steps=end, **kept))
+            weights[name] = load_file(folder / f"run/checkpoint-{last}" / MODEL / "model.safetensors")
         weights["start"] = load_file(model / "model.safetensors")
 
     def unequal(name: str) -> int:

@@ -60,6 +60,7 @@ STEPS = [
      "answer": {"query": "b", "retriever": ["Text Retriever"]}},
     {"step_type": "ans", "problem": "c", "answer": ["d"]},
 ]  # fmt: skip
+FEW_STEPS = 5  # of denoising, where some are stochastic
 SMALL = {"vision_width": 16, "vision_layers": 1, "width": 32, "layers": 1}
 
 
@@ -297,6 +298,9 @@ def of_images(variant: dict[str, Any], home: Path) -> dict[str, Any]:
     engine[0] = {**first, "height": 16, "width": 16}
     if "stochastic" not in json.dumps(first):
         engine[0]["num_inference_steps"] = min(first.get("num_inference_steps", 4), 10)
+    elif "window_start" not in first:  # else a schedule of windows over all steps
+        engine[0]["num_inference_steps"] = FEW_STEPS
+        engine[0]["stochastic"] = [min(step, FEW_STEPS - 1) for step in first["stochastic"]]
     if "with_layers" in json.dumps(engine):
         return {
             "policy": policy | {"model": str(home / "layered")},

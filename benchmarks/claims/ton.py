@@ -54,7 +54,7 @@ REWARDS = [
     {"name": "skip_ratio", "weight": 0.0},
 ]
 LONGEST = 28  # tokens of an answer
-BASE_STEPS, TUNE_STEPS, STEPS = 300, 60, 30
+BASE_STEPS, TUNE_STEPS, STEPS, PROMPTS, GENERATIONS = 300, 60, 30, 16, 8
 RATE = 1e-4  # of the baseline at seed 100, 60 steps: accuracy 0.804; at 5e-4 0.780; 0.731 before GRPO
 ARMS = {CLAIM.baseline: 0.0, "TON": 0.5}  # share of the thoughts that are dropped
 WHY = ": GRPO takes all thoughts back, as answers without one are less often right at its start"
@@ -129,9 +129,9 @@ def reinforced(given: argparse.Namespace, arm: str, seed: int) -> Path:
     engine = {"name": "vision.generate", "max_completion_length": LONGEST, "temperature": 1.0}
     changes = {
         "include": ["methods/grpo/ton.yaml"],
-        "rollout": {"engine": [engine], "num_prompts": 16, "num_generations": 8},
+        "rollout": {"engine": [engine], "num_prompts": PROMPTS, "num_generations": GENERATIONS},
         "learn": {"learning_rate": given.rate, "micro_batch_steps": 65536},
-        "data": {"data": {"limit": 16 * STEPS}},  # one pass
+        "data": {"data": {"limit": PROMPTS * STEPS}},  # one pass
         "max_steps": 2 if given.quick else STEPS,
     }
     raw = merge(shared(given, tuned(given, arm), ARMS[arm], seed), changes)

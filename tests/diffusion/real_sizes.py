@@ -10,7 +10,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -274,25 +274,32 @@ class Estimates:
         }
 
 
+def cells(name: str, columns: Sequence[str] = tuple(OPTIONS)) -> dict[str, str]:
+    """Make some cells of a pipeline's row, and with the last options that of stored prompts.
+
+    A cell is the peak in GiB, and the smallest card that has it.
+    """
+    cell = lambda size: f"{size / 2**30:.0f} ({smallest_card(size) or 'none'})"
+    made = {}
+    with tempfile.TemporaryDirectory() as folder:
+        estimates = Estimates(PUBLISHED[name], Path(folder))
+        for column in columns:
+            sizes = estimates.component_sizes(OPTIONS[column])
+            print(name, time.process_time(), file=sys.stderr)
+            print({part: round(size / 2**30, 2) for part, size in sizes.items()}, file=sys.stderr)
+            made[column] = cell(peak(sizes))
+            if column == [*OPTIONS][-1]:
+                stored = {part: size for part, size in sizes.items() if part != "encoding/text encoders"}
+                made[STORED] = cell(peak(stored))
+    return made
+
+
 def table(*names: str) -> Iterator[str]:
-    """Make the rows of some or all pipelines: the peak in GiB, and the smallest card that has it."""
+    """Make the rows of some or all pipelines."""
     head = ["model", *OPTIONS, STORED]
     yield from (f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head)))
     for name in names or PUBLISHED:
-        published = PUBLISHED[name]
-        with tempfile.TemporaryDirectory() as folder:
-            estimates, peaks = Estimates(published, Path(folder)), []
-            sizes: dict[str, float] = {}
-            for options in OPTIONS.values():
-                sizes = estimates.component_sizes(options)
-                print(name, time.process_time(), file=sys.stderr)
-                print({part: round(size / 2**30, 2) for part, size in sizes.items()}, file=sys.stderr)
-                peaks.append(peak(sizes))
-            peaks.append(
-                peak({part: size for part, size in sizes.items() if part != "encoding/text encoders"})
-            )
-            cells = [f"{size / 2**30:.0f} ({smallest_card(size) or 'none'})" for size in peaks]
-            yield f"| {' | '.join((name, *cells))} |"
+        yield f"| {' | '.join((name, *cells(name).values()))} |"
 
 
 if __name__ == "__main__":

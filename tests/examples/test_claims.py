@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -84,9 +85,15 @@ def test_the_verdict_of_ton_wants_shorter_and_no_less_right_answers():
     assert ton.verdict_of(shorter, (-0.1, -0.2, 0.0), 22.0) == "does not appear"
 
 
+FEW = {"PROMPTS": 2, "GENERATIONS": 2}
+SMALLER = {tempsamp_r1: {**FEW, "LONG": replace(tempsamp_r1.LONG, seconds=16, scenes=2)}, urpa: {}, ton: FEW}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [tempsamp_r1, urpa, ton], ids=lambda script: script.__name__)
-def test_a_quick_run_leaves_a_result(script, tmp_path):
+@pytest.mark.parametrize("script", SMALLER, ids=lambda script: script.__name__)
+def test_a_quick_run_leaves_a_result(script, tmp_path, monkeypatch):
+    for constant, size in SMALLER[script].items():
+        monkeypatch.setattr(script, constant, size)
     name = script.__name__.rpartition(".")[2]
     assert script.main(["--quick", "--runs", str(tmp_path / name)]) == 0
     found = json.loads((tmp_path / f"{name}_quick" / f"claims_{name}.json").read_text())

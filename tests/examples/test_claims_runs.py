@@ -54,11 +54,20 @@ def test_half_of_the_questions_about_a_cell_name_its_colour_or_another(tmp_path)
     assert len(list((tmp_path / "test" / "images").iterdir())) == 8
 
 
+SMALLER = {
+    tp_grpo: {"GROUP": 2, "STEPS": 6, "STOCHASTIC": [0, 5]},
+    curricula: {"PROMPTS": 4, "GROUP": 2},
+    vision_zero: {"CIVILIANS": 2},
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [tp_grpo, curricula, vision_zero], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", SMALLER, ids=lambda script: script.__name__)
 def test_a_quick_run_writes_a_table_and_a_second_one_trains_nothing(script, tmp_path, monkeypatch):
     if script is tp_grpo:
         pytest.importorskip("diffusers")
+    for constant, size in SMALLER[script].items():
+        monkeypatch.setattr(script, constant, size)
     threads = torch.get_num_threads()
     asked = ["--quick", "--runs", str(tmp_path / "runs")]
     try:

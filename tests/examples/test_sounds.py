@@ -59,8 +59,9 @@ def test_the_tiny_model_reads_sounds_images_and_videos(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_page")
 def test_a_tiny_model_learns_to_hear(tmp_path):
-    Tones(stream=Stream(0)).build(tmp_path / "questions")
+    Tones(stream=Stream(0), train=300, test=60).build(tmp_path / "questions")
     model = read(ROOT / "examples/sounds/model.yaml")["build"]
     TinyQwen2_5Omni(stream=Stream(0), **{name: model[name] for name in model if name != "name"}).build(
         tmp_path / "model"
@@ -72,6 +73,9 @@ def test_a_tiny_model_learns_to_hear(tmp_path):
         "output_dir": "run",
     }
     given = [f"{name}={tmp_path / place}" for name, place in places.items()]
+    steps = 100  # fewer, and of fewer rows, than those of the demo
+    given += [f"{name}={steps}" for name in ("max_steps", "eval_steps", "learn.learning_rate.steps")]
+    given += ["rollout.num_prompts=20"]
     train(build(load(ROOT / "examples/sounds/train.yaml", given), quiet=True))
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     (accuracy,) = [row["eval_accuracy"] for row in rows if "eval_accuracy" in row][-1:]

@@ -234,10 +234,15 @@ def test_the_demo_runs_at_a_small_size(assets, tmp_path, monkeypatch):
         **dict.fromkeys(("skills", "imitation", "direct", "search_skills"), small),
     }  # fmt: skip
     overrides = ["max_steps=2", "rollout.num_prompts=2", "rollout.num_generations=2"]
-    summary = demo.demo(assets / "photographs", tmp_path, 0, 2, overrides, changes)
-    assert summary["seeds"] == [0, 1]
-    assert json.loads((tmp_path / "summary.json").read_text()) == summary
-    assert summary["look"]["no tools, GRPO"]["metrics"]["visual tokens"] == 36
-    assert 16 <= summary["look"]["tools, GRPO"]["metrics"]["visual tokens"] <= 32
-    assert set(summary["search"]) == {"start", "GRPO", "OTC-PO", "differences"}
-    assert "Look before you answer" in (tmp_path / "report.html").read_text()
+    photographs, output = assets / "photographs", tmp_path / "look"
+    look = demo.demo(photographs, output, 0, 1, overrides, changes, parts=["look"])
+    assert look["seeds"] == [0] and "search" not in look
+    assert json.loads((output / "summary.json").read_text()) == look
+    assert look["look"]["no tools, GRPO"]["metrics"]["visual tokens"] == 36
+    assert 16 <= look["look"]["tools, GRPO"]["metrics"]["visual tokens"] <= 32
+    assert "Look before you answer" in (output / "report.html").read_text()
+    search = demo.demo(photographs, tmp_path / "search", 0, 2, overrides, changes, parts=["search"])
+    assert search["seeds"] == [0, 1]
+    assert set(search["search"]) == {"start", "GRPO", "OTC-PO", "differences"}
+    apart = search["search"]["differences"]["OTC-PO against GRPO"]["accuracy"]
+    assert len(apart["by seed"]) == 2
