@@ -15,20 +15,21 @@ import torch
 from mmrl.config.loading import merge
 from mmrl.training.loop import train
 from tests.diffusion.tiny import MAKERS
-from tests.support.ray_nodes import node_of, nodes
+from tests.support.ray_cluster import NEEDS_RAY, add_node, local_cluster, node_of
 from tests.support.resuming import without_times
 from tests.support.toys import toy_run
 
-pytest.importorskip("ray")
-pytestmark = pytest.mark.slow
+pytestmark = [NEEDS_RAY, pytest.mark.slow, pytest.mark.usefixtures("no_page")]
 ENGINE = "tests.support.toys:ToyGenerate"
-NOISY = "tests.runtime.test_ray_rewards:Noisy"
+PIPELINE = "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3"
+NOISY = "tests.support.ray_pieces:Noisy"
 RUNS = int(os.environ.get("MMRL_KILLED_RUNS", "1"))  # that are killed at other instants each
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    with nodes() as cluster:
+    with local_cluster(PIPELINE, cpus=2) as cluster:
+        add_node(cluster, 2)
         yield cluster
 
 
@@ -72,7 +73,7 @@ def test_a_run_is_that_of_one_process_also_where_a_node_dies(tmp_path, cluster):
         found.append({node_of(process) for process in processes_of(shared)})
         if step == 2:
             dying = cluster.list_all_nodes()[-1]
-            cluster.add_node(num_cpus=2, object_store_memory=100 << 20)
+            add_node(cluster, 2)
             cluster.remove_node(dying, allow_graceful=False)
 
     shared.finish = losing
@@ -97,6 +98,10 @@ def test_images_on_two_nodes_are_those_of_one_process(tmp_path, cluster):
     assert len({node_of(pid) for pid in shared.method.engine.servers.actors.processes.values()}) == 2
     for one, other in zip(found, wanted, strict=True):
         assert torch.equal(one.outcomes[0].image, other.outcomes[0].image)
+    train(alone)
+    train(shared)
+    for one, other in zip(alone.policy.module.parameters(), shared.policy.module.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
 def test_runs_whose_actors_are_killed_at_random_instants_are_those_of_one_process(tmp_path, cluster):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import signal
-import sys
 import threading
 import time
 
@@ -16,96 +14,23 @@ import torch
 from mmrl.build import check
 from mmrl.config.loading import ConfigError
 from mmrl.config.schema import Config, parse
-from mmrl.core.rng import Stream
 from mmrl.core.types import Outcome
-from mmrl.rewards.adapters import log_metric, per_outcome
 from mmrl.runtime.ray_actors import check_environments, dumps, loads
 from mmrl.runtime.ray_rewards import shared
 from mmrl.training.loop import train
 from mmrl.training.score import RewardFault
-from tests.support.ray_cluster import local_cluster
+from tests.support.ray_cluster import NEEDS_RAY, local_cluster
 from tests.support.resuming import without_times
 from tests.support.toys import plan, prompts, toy_run
 
-pytest.importorskip("ray")
-TOYS, HERE = "tests.support.toys", __name__
+pytestmark = [NEEDS_RAY, pytest.mark.usefixtures("no_page")]
+TOYS, PIECES, HERE = "tests.support.toys", "tests.support.ray_pieces", __name__
 
 
 @pytest.fixture(scope="module")
 def cluster():
     with local_cluster():
         yield
-
-
-# ---- rewards
-
-
-class Noisy:
-    """Draw by prompt, log, and depend on an option that follows a schedule."""
-
-    def __init__(self, *, stream: Stream, scale: float = 1.0) -> None:
-        self.stream, self.scale = stream, scale
-
-    def __call__(self, prompts, outcomes):
-        log_metric("noisy/process", float(len(outcomes) > 0))
-        for outcome in outcomes:
-            log_metric("noisy/words", len(outcome.text.split()) / 3)
-        noise = [torch.rand((), generator=self.stream.generator("noisy", p.uid)).item() for p in prompts]
-        return [self.scale * x + len(o.text.split()) / 7 for x, o in zip(noise, outcomes, strict=True)]
-
-
-def in_words(prompts, completions, completion_ids, trainer_state, log_extra, **columns):
-    """Count tokens, in TRL's form."""
-    log_extra("words", [len(c.split()) for c in completions])
-    return [trainer_state.global_step + len(ids) / 9 for ids in completion_ids]
-
-
-async def slowly(prompts, completions, **columns):
-    """Wait, and give nothing to some."""
-    await asyncio.sleep(0.01)
-    return [None if "3" in completion else 0.25 for completion in completions]
-
-
-def rivals(prompts, outcomes):
-    """Compare the answers of a group."""
-    best: dict[str, int] = {}
-    for prompt, outcome in zip(prompts, outcomes, strict=True):
-        best[prompt.uid] = max(best.get(prompt.uid, 0), len(outcome.text))
-    return [len(o.text) / max(1, best[p.uid]) for p, o in zip(prompts, outcomes, strict=True)]
-
-
-@per_outcome
-def variable(prompt, outcome, *, name: str = "MMRL_TEST"):
-    """Read the environment."""
-    return float(os.environ.get(name, "0"))
-
-
-@per_outcome
-def process(prompt, outcome):
-    """Say which process this is."""
-    return float(os.getpid())
-
-
-class Faulty:
-    """Fail as it is told, as long as a file is there."""
-
-    def __init__(self, *, how: str, until: str = "") -> None:
-        self.how, self.until = how, until
-
-    def __call__(self, prompts, outcomes):
-        if self.until and os.path.exists(self.until):
-            return [1.0] * len(outcomes)
-        if self.until:
-            open(self.until, "w").close()
-        if self.how == "raise":
-            raise LookupError("no span in p0")
-        if self.how == "exit":
-            sys.exit("enough")
-        if self.how == "hang":
-            time.sleep(600)
-        if self.how == "die":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return 0.5  # no list
 
 
 class Memory:
@@ -162,7 +87,7 @@ def test_an_environment_that_cannot_travel_is_named():
     [
         (f"{HERE}:Memory", "remembers earlier answers"),
         (f"{HERE}:drawing", r"set `workers.num: 1`"),
-        (f"{HERE}:rivals", None),
+        (f"{PIECES}:rivals", None),
     ],
 )
 def test_what_actors_cannot_make_is_refused(tmp_path, reward, wanted):
@@ -176,14 +101,14 @@ def test_what_actors_cannot_make_is_refused(tmp_path, reward, wanted):
 
 def test_settings_of_workers_are_checked(tmp_path):
     with pytest.raises(ConfigError, match=r"rewards\[0\].workers.num' must be at least 1, not 0"):
-        toy_run(tmp_path, rewards=[{"name": f"{HERE}:rivals", "workers": {"num": 0}}])
+        toy_run(tmp_path, rewards=[{"name": f"{PIECES}:rivals", "workers": {"num": 0}}])
     with pytest.raises(ConfigError, match="there is no key 'rewards.0..workers.gpus'"):
-        toy_run(tmp_path, rewards=[{"name": f"{HERE}:rivals", "workers": {"gpus": 1}}])
+        toy_run(tmp_path, rewards=[{"name": f"{PIECES}:rivals", "workers": {"gpus": 1}}])
 
 
 def test_gpus_for_each_of_several_processes_need_a_cluster_that_they_share(tmp_path, monkeypatch):
     def checked(**workers):
-        rewards = [{"name": f"{HERE}:rivals", "workers": {"num_gpus": 1, **workers}}]
+        rewards = [{"name": f"{PIECES}:rivals", "workers": {"num_gpus": 1, **workers}}]
         check(parse(plan(tmp_path, rewards=rewards), Config))
 
     checked()
@@ -198,7 +123,7 @@ def test_gpus_for_each_of_several_processes_need_a_cluster_that_they_share(tmp_p
 
 
 def test_rewards_with_labels_of_their_own_do_not_wait_for_each_other(tmp_path):
-    one = {"name": f"{HERE}:rivals", "workers": {"num": 1}, "label": "one"}
+    one = {"name": f"{PIECES}:rivals", "workers": {"num": 1}, "label": "one"}
     changes = {"evaluation": {"data": {"name": "tests.support.toys:prompts", "num": 3}}}
     run = toy_run(tmp_path, rewards=[one, {**one, "label": "other"}], **changes)
     first, second = (bound.function.actors for bound in run.method.rewards)
@@ -208,18 +133,21 @@ def test_rewards_with_labels_of_their_own_do_not_wait_for_each_other(tmp_path):
 
 # ---- runs
 
-NOISY = {"name": f"{HERE}:Noisy", "scale": {"name": "linear", "start": 0.5, "end": 3.0, "steps": 4}}
-REWARDS = [NOISY, f"{HERE}:in_words", f"{HERE}:slowly", f"{HERE}:rivals"]
+NOISY = {"name": f"{PIECES}:Noisy", "scale": {"name": "linear", "start": 0.5, "end": 3.0, "steps": 4}}
+REWARDS = [NOISY, *({"name": f"{PIECES}:{name}"} for name in ("in_words", "slowly", "rivals"))]
+NUMBERS = 2, 2, 1, 1  # actors of each
 EVALUATED = {
     "evaluation": {"data": {"name": "tests.support.toys:prompts", "num": 3}},
     "eval_steps": 2,
 }
 
 
-def run_with(folder, workers, rewards=REWARDS, **changes):
-    rewards = [{"name": r} if isinstance(r, str) else r for r in rewards]
-    rewards = [{**r, "workers": workers} if workers else r for r in rewards]
-    return toy_run(folder, rewards=rewards, **{"max_steps": 4, **changes})
+def with_workers(reward, num, **options):
+    return {**reward, "workers": {"num": num, **options}}
+
+
+def run_with(folder, *rewards, **changes):
+    return toy_run(folder, rewards=list(rewards), **{"max_steps": 4, **changes})
 
 
 def same(found, wanted):
@@ -231,28 +159,26 @@ def processes_of(run):
     return [p for bound in run.method.rewards for p in bound.function.actors.processes.values()]
 
 
-@pytest.mark.parametrize(
-    "num, rewards", [(1, REWARDS), pytest.param(2, [NOISY, f"{HERE}:in_words"], marks=pytest.mark.slow)]
-)
-def test_a_run_is_that_of_one_process(tmp_path, cluster, num, rewards):
+def test_a_run_is_that_of_one_process(tmp_path, cluster):
     toys = {"policy": f"{TOYS}:ToyRecalling", "rollout": {"engine": [f"{TOYS}:ToyNoting"]}, **EVALUATED}
-    alone = run_with(tmp_path / "alone", None, rewards, **toys)
+    alone = run_with(tmp_path / "alone", *REWARDS, **toys)
     train(alone)
-    shared = run_with(tmp_path / "shared", {"num": num}, rewards, **toys)
+    shared = run_with(tmp_path / "shared", *map(with_workers, REWARDS, NUMBERS), **toys)
     train(shared)
     calls = "noisy/process"  # a mean over calls, of 1
     assert {record[calls] for record in shared.journal.read()} == {1.0}
     same(shared, alone)
-    assert len(set(processes_of(shared))) == len(rewards) * num and os.getpid() not in processes_of(shared)
+    processes = processes_of(shared)
+    assert len(set(processes)) == sum(NUMBERS) and os.getpid() not in processes
     for trained, evaluated in zip(shared.method.rewards, shared.evaluator.rewards, strict=True):
         assert trained.function.actors is evaluated.function.actors  # no second model on a GPU
 
 
 @pytest.mark.slow
 def test_actors_that_are_killed_at_random_instants_leave_no_mark(tmp_path, cluster):
-    alone = run_with(tmp_path / "alone", None, [NOISY])
+    alone = run_with(tmp_path / "alone", NOISY)
     train(alone)
-    run = run_with(tmp_path / "killed", {"num": 2, "max_restarts": 20}, [NOISY])
+    run = run_with(tmp_path / "killed", with_workers(NOISY, 2, max_restarts=20))
     over, killed, draw = threading.Event(), [], random.Random(0)
 
     def kill():
@@ -283,7 +209,8 @@ def test_actors_that_are_killed_at_random_instants_leave_no_mark(tmp_path, clust
 @pytest.mark.slow
 def test_actors_have_an_environment_of_their_own(tmp_path, cluster):
     env = {"env_vars": {"MMRL_TEST": "2.5"}}
-    run = run_with(tmp_path, {"num": 1, "runtime_env": env}, [f"{HERE}:variable"], max_steps=1)
+    reading = with_workers({"name": f"{PIECES}:variable"}, 1, runtime_env=env)
+    run = run_with(tmp_path, reading, max_steps=1)
     train(run)
     assert run.journal.read()[0]["rewards/variable/mean"] == 2.5
 
@@ -291,34 +218,47 @@ def test_actors_have_an_environment_of_their_own(tmp_path, cluster):
 # ---- faults
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "how, wanted",
-    [
-        ("raise", "reward 'Faulty' raised LookupError: no span in p0; prompt 'p"),
-        ("exit", "reward 'Faulty' raised SystemExit: enough; prompt 'p"),
-        ("number", "reward 'Faulty' gave 0.5, not a number per outcome; prompt 'p"),
-        ("hang", r"reward 'Faulty' raised TimeoutError: no answer within 8 s; prompt 'p"),
-    ],
-)
-def test_a_fault_is_that_of_one_process(tmp_path, cluster, how, wanted):
-    faulty = {"name": f"{HERE}:Faulty", "how": how, "timeout": 8.0 if how == "hang" else 600.0}
-    with pytest.raises(RewardFault, match=wanted):
-        train(run_with(tmp_path, {"num": 1}, [faulty]))
+def faulty_run(folder, file, **options):
+    workers = {"max_restarts": 1}
+    faulty = with_workers({"name": f"{PIECES}:Faulty", "file": str(file), **options}, 1, **workers)
+    return run_with(folder, faulty, max_steps=2)
+
+
+FAULTS = {
+    "raise": "reward 'Faulty' raised LookupError: no span in p0; prompt 'p",
+    "exit": "reward 'Faulty' raised SystemExit: enough; prompt 'p",
+    "number": "reward 'Faulty' gave 0.5, not a number per outcome; prompt 'p",
+    "hang": r"reward 'Faulty' raised TimeoutError: no answer within 15 s; prompt 'p",
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how, policy", [("raise", {"retries": 1}), ("hang", {"on_error": "skip"})])
-def test_an_actor_answers_after_a_fault(tmp_path, cluster, how, policy):
-    faulty = {"name": f"{HERE}:Faulty", "how": how, "until": str(tmp_path / "x"), **policy}
-    faulty["timeout"] = 30.0 if how == "hang" else 600.0
-    run = run_with(tmp_path / "run", {"num": 1}, [faulty], max_steps=2)
-    train(run)
-    assert run.journal.read()[-1]["rewards/Faulty/mean"] == 1.0
+def test_a_fault_is_that_of_one_process_and_an_actor_answers_after_it(tmp_path, cluster):
+    processes = []
+    for how, wanted in FAULTS.items():
+        faulty = tmp_path / "faulty"
+        faulty.write_text(how)
+        run = faulty_run(tmp_path / how, faulty, timeout=15.0)  # of the actor of the run before
+        with pytest.raises(RewardFault, match=wanted):
+            train(run)
+        train(again := faulty_run(tmp_path / f"{how}-again", faulty, timeout=15.0))
+        assert again.journal.read()[-1]["rewards/Faulty/mean"] == 1.0
+        processes += processes_of(again)
+    assert len(set(processes[:3])) == 1 and processes[3] != processes[0]  # one that hangs is replaced
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [{"retries": 1}, {"on_error": "skip"}], ids=str)
+def test_a_fault_leaves_no_mark_where_it_is_allowed(tmp_path, cluster, policy):
+    faulty = tmp_path / "faulty"
+    faulty.write_text("raise")
+    train(run := faulty_run(tmp_path / "run", faulty, **policy))
+    assert not faulty.exists() and run.journal.read()[-1]["rewards/Faulty/mean"] == 1.0
 
 
 @pytest.mark.slow
 def test_too_many_deaths_end_the_run(tmp_path, cluster):
-    faulty = {"name": f"{HERE}:Faulty", "how": "die", "on_error": "skip"}
+    faulty = tmp_path / "faulty"
+    faulty.write_text("die")
     with pytest.raises(RewardFault, match="`max_restarts: 1` allows"):
-        train(run_with(tmp_path, {"num": 1, "max_restarts": 1}, [faulty]))
+        train(faulty_run(tmp_path / "run", faulty, on_error="skip"))

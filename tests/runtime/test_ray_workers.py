@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
 
 import pytest
 import torch
@@ -15,28 +13,25 @@ from mmrl.build import build, make_chain
 from mmrl.config.loading import merge
 from mmrl.config.schema import Config, ConfigError, as_piece, parse
 from mmrl.core.byte_lru import ByteLRU
-from mmrl.core.rng import Stream
 from mmrl.core.types import Prompt
 from mmrl.engines.ray_workers import divided
 from mmrl.runtime import ray_actors
 from mmrl.runtime.ray_actors import join
 from mmrl.runtime.workers import Workers, object_in
 from mmrl.training.loop import train
-from tests.diffusion.tiny import MAKERS
 from tests.runtime.test_real_processes import SPEAKING, TALKING
-from tests.support.ray_cluster import killed_in_flight, local_cluster
+from tests.support.ray_cluster import NEEDS_RAY, killed_in_flight, local_cluster
 from tests.support.resuming import assert_alike
 from tests.support.toys import toy_run
 from tests.vision import tiny
 
-pytest.importorskip("ray")
-pytestmark = pytest.mark.slow
-TOYS, HERE = "tests.support.toys", __name__
+pytestmark = [NEEDS_RAY, pytest.mark.slow, pytest.mark.usefixtures("no_page")]
+TOYS, PIECES = "tests.support.toys", "tests.support.ray_pieces"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    with local_cluster():
+    with local_cluster("transformers.models.qwen2_5_vl.processing_qwen2_5_vl"):
         yield
 
 
@@ -71,33 +66,8 @@ def with_workers(*engines, **options):
     return {"rollout": {"engine": [*engines, {"name": "ray_workers", "num_workers": 2, **options}]}}
 
 
-@dataclass(eq=False)
-class Cold:
-    """Sample at a temperature that follows a schedule, and say so."""
-
-    engine: object
-    _: KW_ONLY
-    stream: Stream
-    power: float = 1.0
-    notes: ClassVar[frozenset[str]] = frozenset()
-
-    def __post_init__(self):
-        self.policy = self.engine.policy
-
-    def rollout(self, prompts):
-        with torch.no_grad():
-            before = self.policy.table.clone()
-            self.policy.table.mul_(self.power)
-            rows = self.engine.rollout(prompts)
-            self.policy.table.copy_(before)
-        return rows
-
-    def pop_metrics(self):
-        return {"cold/power": self.power}
-
-
 def test_a_run_whose_workers_are_killed_and_that_is_resumed_is_that_of_one_process(tmp_path):
-    warmer = {"name": f"{HERE}:Cold", "power": {"name": "linear", "start": 0.5, "end": 3.0, "steps": 4}}
+    warmer = {"name": f"{PIECES}:Cold", "power": {"name": "linear", "start": 0.5, "end": 3.0, "steps": 4}}
     engines = [f"{TOYS}:ToyGenerate", warmer]
     alone = toy_run(tmp_path / "alone", max_steps=4, rollout={"engine": engines})
     train(alone)
@@ -197,22 +167,6 @@ def test_a_process_joins_one_cluster(monkeypatch):
 # ---- faults
 
 
-class Broken:
-    """Fail as it is told."""
-
-    notes = frozenset()
-
-    def __init__(self, engine, *, how: str) -> None:
-        self.engine, self.policy, self.how = engine, engine.policy, how
-
-    def rollout(self, prompts):
-        if self.how == "die":
-            os._exit(1)
-        if self.how == "hang":
-            time.sleep(60)
-        raise FileNotFoundError("the answers are not there")
-
-
 @pytest.mark.parametrize(
     "how, options, wanted",
     [
@@ -226,14 +180,14 @@ class Broken:
     ],
 )
 def test_a_fault_of_a_worker_ends_the_run_and_is_named(tmp_path, how, options, wanted):
-    engines = [f"{TOYS}:ToyGenerate", {"name": f"{HERE}:Broken", "how": how}]
+    engines = [f"{TOYS}:ToyGenerate", {"name": f"{PIECES}:Broken", "how": how}]
     run = toy_run(tmp_path, **with_workers(*engines, **options))
     with pytest.raises(Exception, match=wanted):
         train(run)
 
 
 def test_an_evaluation_asks_the_workers_of_the_training(tmp_path):
-    colder = {"name": f"{HERE}:Cold", "power": 2.0}
+    colder = {"name": f"{PIECES}:Cold", "power": 2.0}
     workers = {"name": "ray_workers", "num_workers": 2}
     evaluation = {"data": f"{TOYS}:prompts", "engine": [f"{TOYS}:ToyGenerate", colder, workers]}
     run = toy_run(tmp_path / "a", **with_workers(f"{TOYS}:ToyGenerate"), evaluation=evaluation)
@@ -280,11 +234,16 @@ ELSEWHERE = {"name": "ray_workers", "num_workers": 2}
 
 
 @pytest.fixture(scope="module")
-def alike(tmp_path_factory):
+def policy(tmp_path_factory):
+    """Make a model, and name it."""
+    model = str(tiny.make("qwen2_5_vl", tmp_path_factory.mktemp("model")))
+    return {"name": "vision.tokens", "model": model, "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def alike(policy, tmp_path_factory):
     """Build two runs of one model, which is other than what is on disk; the second has workers."""
     folder = tmp_path_factory.mktemp("alike")
-    model = str(tiny.make("qwen2_5_vl", folder / "model"))
-    policy = {"name": "vision.tokens", "model": model, "dtype": "float32"}
     runs = []
     for name, more in (("one", []), ("two", [ELSEWHERE])):
         engines = {"rollout": {"engine": [*SPEAKING["rollout"]["engine"], *more]}}
@@ -316,9 +275,7 @@ def test_answers_of_a_model_are_those_of_one_process(name, alike):
     assert rows[0].steps.prompt is shared.policy.prompt_encoder.encode(asked[0])
 
 
-def test_conversations_with_tools_travel_with_their_images(tmp_path):
-    folder = tiny.make("qwen2_5_vl", tmp_path / "model")
-    policy = {"name": "vision.tokens", "model": str(folder), "dtype": "float32"}
+def test_conversations_with_tools_travel_with_their_images(policy, tmp_path):
     plan = {**SPEAKING, **TALKING, "policy": policy, "output_dir": str(tmp_path / "one"), "max_steps": 2}
     alone = build(parse(plan, Config), quiet=True)
     train(alone)
@@ -330,22 +287,3 @@ def test_conversations_with_tools_travel_with_their_images(tmp_path):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
     told = [[record["tools/calls"] for record in run.journal.read()] for run in (alone, shared)]
     assert told[0] == pytest.approx(told[1]) and min(told[0]) > 0
-
-
-def test_images_of_a_flow_are_those_of_one_process(tmp_path):
-    from tests.diffusion.test_flow_runs import run_of
-
-    model = tmp_path / "model"
-    MAKERS["sd3"](model)
-    alone = run_of(model, tmp_path / "one", "diffusion.transition", rollout={"num_generations": 2})
-    engines = [dict(piece.options, name=piece.name) for piece in alone.config.rollout.engine]
-    shared = run_of(
-        model,
-        tmp_path / "two",
-        "diffusion.transition",
-        **merge({"rollout": {"num_generations": 2}}, with_workers(*engines)),
-    )
-    train(alone)
-    train(shared)
-    for one, other in zip(alone.policy.module.parameters(), shared.policy.module.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)

@@ -1,6 +1,6 @@
-"""A cluster of Ray on this machine, for tests, and a run on it that is killed.
+"""Clusters of Ray on this machine, for tests, and a run on one that is killed; workers are forked.
 
-`python -m tests.support.ray_cluster FOLDER STEP CHANGES` trains a toy run, with its changes in JSON, and ends
+`python tests/support/ray_cluster.py FOLDER STEP CHANGES` trains a toy run, with its changes in JSON, and ends
 itself by SIGKILL at the end of a step, while the workers make the rollouts of the next one.
 """
 
@@ -9,48 +9,76 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.support import ray_forks
+
+NEEDS_RAY = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")
 TRIES = 4  # Ray gives a node half a minute to start, which a machine with other work may take longer for
+OPTIONS = {
+    "include_dashboard": False,
+    "include_log_monitor": False,
+    "no_monitor": True,
+    "object_store_memory": 100 << 20,
+    "setup_worker_path": ray_forks.__file__,
+}
+DYING = "killed at the end of step"
 
 
 @contextmanager
-def local_cluster(cpus: int = 12) -> Iterator[None]:
-    """Start a cluster, and shut it down at the end."""
+def local_cluster(*modules: str, cpus: int = 12) -> Iterator[Any]:
+    """Start a cluster of one node, and shut it down at the end; actors have imported `modules` already."""
     import ray
+    from ray.cluster_utils import Cluster
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    cluster = Cluster()
+    with ray_forks.served(*modules):
+        try:
+            add_node(cluster, cpus)
+            ray.init(cluster.address, log_to_driver=False)
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+def add_node(cluster: Any, cpus: int) -> None:
+    """Start a node with processes of its own."""
     for left in reversed(range(TRIES)):
         try:
-            ray.init(
-                num_cpus=cpus, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20
-            )
-            break
+            cluster.add_node(num_cpus=cpus, **OPTIONS)
+            return
         except Exception as error:  # Ray raises nothing narrower
-            ray.shutdown()
             if not left or "timed out during startup" not in str(error):
                 raise
-    try:
-        yield
-    finally:
-        ray.shutdown()
+
+
+def node_of(process: int) -> str:
+    """Return the id of the node that an actor's process is on."""
+    import ray
+
+    return next(
+        actor["Address"]["NodeID"]
+        for actor in ray._private.state.actors().values()
+        if actor["Pid"] == process
+    )
 
 
 def killed_in_flight(folder: Path, step: int, changes: Mapping[str, Any]) -> None:
     """Train in a process that joins this one's cluster and is killed at the end of a step."""
     import ray
 
-    address = ray.get_runtime_context().gcs_address
-    command = [sys.executable, "-m", __name__, str(folder), str(step), json.dumps(changes)]
-    ended = subprocess.run(
-        command, env={**os.environ, "RAY_ADDRESS": address}, capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    said = ray_forks.printed(__file__, [str(folder), str(step), json.dumps(changes)], environment)
+    assert said.endswith(f"{DYING} {step}\n"), said
 
 
 def main() -> None:
@@ -65,6 +93,7 @@ def main() -> None:
     def dying(at: int, *rest: Any) -> None:
         if at == int(step):
             assert run.ahead
+            print(DYING, step, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         finish(at, *rest)
 
