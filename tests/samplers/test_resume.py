@@ -11,7 +11,7 @@ from mmrl.runtime import checkpoint
 from mmrl.training.loop import train
 from tests.support.distributed_worker import launch
 from tests.support.killing import left_out
-from tests.support.remembering import SAMPLERS, of_sampler
+from tests.support.remembering import MOSTLY, SAMPLERS, of_sampler
 from tests.support.resuming import assert_alike, killed, resumed
 from tests.support.toys import plan
 
@@ -36,15 +36,12 @@ TOLD = (
 )  # what a memory changes
 
 
-QUICK = ("vade", "pools", "hints")  # of what a table, the prompts and a run remember
-
-
 def test_every_sampler_is_here():
     assert not left_out()
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SAMPLERS]
+    "name", [name if name in MOSTLY else pytest.param(name, marks=pytest.mark.slow) for name in SAMPLERS]
 )
 def test_a_killed_run_goes_on_exactly(name, tmp_path):
     whole = resumed(tmp_path / "whole", **of_sampler(name))
