@@ -159,7 +159,7 @@ def serve(links: list[socket.socket], door: socket.socket | None = None) -> dict
     while links or (doors and select(doors, [], [], 0)[0]):
         for one in select(doors + links, [], [])[0]:
             if one is door:
-                links.append(door.accept()[0])
+                links.append(one.accept()[0])
             elif (asked := answer(one, links)) is not None:
                 for each in doors + links:
                     each.close()
