@@ -1,8 +1,8 @@
 """Runs that are killed at random instants: `python -m tests.support.killing --kills 100 --runs usual`.
 
-Every run is a process of its own that ends by SIGKILL: at a random time, in the middle of an evaluation, of
-the calls of tools or of a round of a game, or before a random one of the file operations by which it opens
-its folder, saves and writes its report. The same run is started again until it is finished, and then compared
+Every run is a process of its own that ends by SIGKILL: at a random time, in the middle of rollouts, of the
+calls of tools, of a round of a game, of an update or of an evaluation, or before a random one of the file
+operations by which it opens its folder, saves and writes its report. The same run is started again until it is finished, and then compared
 with one that nobody disturbed: weights, state, metrics, completions and the names of all files have to be the
 same bit for bit.
 Ends with code 1 where they are not.
@@ -56,7 +56,7 @@ from tests.support.toys import plan
 from tests.vision import tiny
 
 OFTEN = {
-    "save_steps": 2,
+    "save_steps": 1,
     "max_steps": 16,
     "evaluation": {"data": {"name": "tests.support.toys:prompts", "num": 3}},
     "eval_steps": 3,
@@ -251,7 +251,7 @@ PLANS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
 
 # With every sampler, and with every engine that has a memory.
 REMEMBERING = {
-    name: (plan, {**EVERYTHING, "save_steps": 2, **changes}) for name, changes in remembering().items()
+    name: (plan, {**EVERYTHING, "save_steps": 1, **changes}) for name, changes in remembering().items()
 }
 RUNS = {"usual": PLANS, "remembering": REMEMBERING}
 
@@ -443,7 +443,7 @@ def kill_once(
     way = min(ways, key=lambda way: (DRAWN[way], way not in SELDOM, draw.random()))
     DRAWN[way] += 1
     # What comes late in a run is reached by runs that were killed before.
-    number = draw.randint(1, max(1, most[way] // 2)) if way != "time" else 0
+    number = draw.randint(1, max(1, 3 * most[way] // 4)) if way != "time" else 0
     child = begin(name, folder, steps, (way, number))
     if way in BY_FILES:
         return "" if finished(child) else SHARED.doing

@@ -139,15 +139,17 @@ SOME = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("runs", "names"), [("usual", [*PLANS]), ("remembering", SOME)], ids=RUNS)
-def test_runs_that_are_killed_at_random_instants_end_as_if_nothing_had_happened(tmp_path, runs, names):
-    options = ["--folder", str(tmp_path), "--kills", str(len(names)), "--steps", "4", "--runs", runs]
+@pytest.mark.parametrize(
+    ("runs", "names", "kills"), [("usual", PLANS, 1), ("remembering", SOME, 2)], ids=RUNS
+)
+def test_runs_that_are_killed_at_random_instants_end_as_if_nothing_had_happened(tmp_path, runs, names, kills):
+    options = ["--folder", str(tmp_path), "--kills", str(kills * len(names)), "--steps", "4", "--runs", runs]
     process = server(0).fork("tests.support.killing", [*options, "--only", *names], os.environ)
     printed, _ = process.communicate(timeout=900)
     assert process.returncode == 0, printed
     told = [line for line in printed.splitlines() if " kills of " in line or line.startswith("no runs")]
     assert [line.partition(" kills")[0] for line in told] == [
-        *(f"{name}: 1" for name in names),
+        *(f"{name}: {kills}" for name in names),
         "no runs ended otherwise than one that nobody killed",
     ]
 
