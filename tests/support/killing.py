@@ -2,9 +2,9 @@
 
 Every run is a process of its own that ends by SIGKILL: at a random time, in the middle of rollouts, of the
 calls of tools, of a round of a game, of an update or of an evaluation, or before a random one of the file
-operations by which it opens its folder, saves and writes its report. The same run is started again until it is finished, and then compared
-with one that nobody disturbed: weights, state, metrics, completions and the names of all files have to be the
-same bit for bit.
+operations by which it opens its folder, saves and writes its report. The same run is started again until it
+is finished, and then compared with one that nobody disturbed: weights, state, metrics, completions and the
+names of all files have to be the same bit for bit.
 Ends with code 1 where they are not.
 """
 
