@@ -19,6 +19,7 @@ from mmrl.config.loading import merge
 from mmrl.config.schema import Config, parse
 from mmrl.reporting.metrics import Journal
 from mmrl.runtime.checkpoint import MODEL
+from mmrl.training.checkpointing import CONFIG
 from mmrl.training.loop import train
 from mmrl.vision.policies.tokens import Tokens
 from tests.diffusion import tiny as pipelines
@@ -143,12 +144,12 @@ GROUP_BY_GROUP = {
     "learn": {**SPEAKING["learn"], "micro_batch_steps": 1},
 }
 # SGD, so that weights tell of gradients: the first step of Adam is as long for a small one.
-FLOW = {"learn": {"learning_rate": 0.3, "optimizer": "sgd"}, "max_steps": 3, "save_steps": 2}
+FLOW = {"learn": {"learning_rate": 0.3, "optimizer": "sgd"}, "max_steps": 2}
 LORA = merge({"policy": {"lora_rank": 2}}, KEPT_NEAR)
 DRAWN_GROUP_BY_GROUP = {"policy": {"dtype": "bfloat16"}, "learn": {"micro_batch_steps": 1}}
 BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
 
-pytestmark = pytest.mark.usefixtures("no_curves")
+pytestmark = pytest.mark.usefixtures("no_page")
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +160,8 @@ def plans(tmp_path_factory):
 
     def speak(**policy):
         named = {"name": "vision.tokens", "model": str(folder / "vlm"), "dtype": "float32"}
-        return lambda output: {**SPEAKING, "policy": {**named, **policy}, "output_dir": str(output)}
+        usual = {**SPEAKING, "policy": {**named, **policy}, "max_steps": 2}
+        return lambda output: {**usual, "output_dir": str(output)}
 
     if BITSANDBYTES:
         tiny.in_few_bits(folder / "vlm", folder / "four")
@@ -198,19 +200,45 @@ def left_out(name, way):
     return ""
 
 
+# Which runs of `on_two` are stopped after a step and go on, beside `MOVED` and `IN_16_BITS`.
+STOPPED = (
+    "a 16-bit model",
+    "an adapter over 4 bits",
+    "answers from elsewhere",
+    "a critic",
+    "a model that draws",
+    "a 16-bit model that draws",
+)
+MOVED = ("a model that speaks", "an adapter of a 16-bit model")  # from one process to two, and back
+# The state of the optimizer is taken up too, which SGD has with momentum alone.
+MOVING = {"learn": {"optimizer": {"name": "sgd", "momentum": 0.9}}}
+IN_16_BITS = ("an adapter of a 16-bit model", "a 16-bit model")
+ADAMW = {"learn": {"optimizer": {"name": "adamw"}}}
+LONG = {**ADAMW, "max_steps": 6, "save_steps": 1}  # for a run whose processes are killed
+
+
 @pytest.fixture(scope="module")
 def on_two(plans, tmp_path_factory):
-    """Train every plan on two processes, each way in one pair of processes; the last step after a stop."""
+    """Train all plans of a way in one pair of processes: those of every test that needs no other ones."""
 
     def go(way):
         folder = tmp_path_factory.mktemp(way)
-        several = {name: make for name, make in plans.items() if not left_out(name, way)}
-        stopped = [{**make(folder / name), "max_steps": 2} for name, make in several.items()]
-        listed = folder / "plans.json"
-        listed.write_text(json.dumps([*stopped, *(make(folder / name) for name, make in several.items())]))
-        processes = start("tests.support.real_worker", [str(listed), way], 2)
-        printed = [process.communicate(timeout=600)[0] for process in processes]
-        assert not any(process.returncode for process in processes), "\n".join(printed)
+
+        def plan(name, within="", steps=2, **changes):
+            return merge(plans[name](folder / within / name), {**changes, "max_steps": steps})
+
+        several = [name for name in plans if not left_out(name, way)]
+        listed = [plan(name, steps=1) for name in STOPPED if name in several]
+        listed += [plan(name) for name in several]
+        for name in MOVED:
+            trained_alone(plan(name, "moved", steps=1, **MOVING))
+            listed.append(plan(name, "moved", **MOVING))
+        if way == "fsdp2":
+            for run in (("through", 2), ("stopped", 1), ("stopped", 2)):
+                listed += [plan(name, *run, **ADAMW) for name in IN_16_BITS]
+            listed.append(merge(plans["a 16-bit model"](folder / "long"), LONG))
+        printed, ended = on_processes(listed, folder, way)
+        assert ended, printed
         return folder
 
     return cache(go)
@@ -243,11 +271,17 @@ def on_one(plans, tmp_path_factory):
     """Train a plan on one process, once for all ways; return the run and copies of its weights."""
 
     def go(name):
-        run = build(parse(plans[name](tmp_path_factory.mktemp("one")), Config), quiet=True)
-        train(run)
+        run = trained_alone(plans[name](tmp_path_factory.mktemp("one")))
         return run, copied(run.policy, trained=True), {k: copied(s.policy) for k, s in run.seconds.items()}
 
     return cache(go)
+
+
+def trained_alone(plan):
+    """Train a plan on this process."""
+    run = build(parse(plan, Config), quiet=True)
+    train(run)
+    return run
 
 
 def copied(policy, trained=False):
@@ -266,9 +300,9 @@ def test_two_processes_train_real_models_as_one(name, way, on_one, on_two):
     for weight in run.policy.module.parameters():
         if weight.requires_grad:
             weight.data.zero_()
-    run.policy.load(on_two(way) / name / "checkpoint-3" / MODEL)
+    run.policy.load(on_two(way) / name / "checkpoint-2" / MODEL)
     for second in run.seconds.values():
-        second.load(on_two(way) / name / "checkpoint-3")
+        second.load(on_two(way) / name / "checkpoint-2")
     assert_close(copied(run.policy, trained=True), trained)
     for kind, second in run.seconds.items():
         assert_close(copied(second.policy), learned[kind])
@@ -285,9 +319,6 @@ def assert_close(found, wanted):
     assert found.keys() == wanted.keys()
     for key, weight in wanted.items():
         torch.testing.assert_close(found[key], weight, rtol=2e-4, atol=2e-5, msg=key)
-
-
-SAVED = "checkpoint-3/**/*.safetensors"
 
 
 def on_processes(plans, folder, way, world=2):
@@ -310,78 +341,49 @@ def assert_same_run(found, wanted):
         assert [one["step"], one["reward"]] == [other["step"], pytest.approx(other["reward"], rel=2e-4)]
 
 
-# The state of the optimizer is taken up too, which SGD has with momentum alone.
-MOVING = {"learn": {"optimizer": {"name": "sgd", "momentum": 0.9}}}
+@pytest.fixture(scope="module")
+def moved_nowhere(plans, tmp_path_factory):
+    """Train what is moved elsewhere on one process."""
+    folder = tmp_path_factory.mktemp("nowhere")
+    return cache(lambda name: trained_alone(merge(plans[name](folder / name), {**MOVING, "max_steps": 3})))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["ddp", "fsdp2"])
-def test_a_run_goes_on_with_another_number_of_processes(way, plans, tmp_path):
-    names = ("a model that speaks", "an adapter", "an adapter of a 16-bit model")
-
-    def plan(name, steps, folder="run"):
-        return {**merge(plans[name](tmp_path / folder / name), MOVING), "max_steps": steps}
-
-    def alone(name, steps, folder="run"):
-        run = build(parse(plan(name, steps, folder), Config), quiet=True)
-        train(run)
-        return run
-
-    for name in names:
-        alone(name, 1)
-    printed, ended = on_processes([plan(name, 2) for name in names], tmp_path, way)  # from one to two
-    assert ended, printed
-    for name in names:  # and from two to one
-        assert_same_run(alone(name, 3), alone(name, 3, "alone"))
+def test_a_run_goes_on_with_another_number_of_processes(way, plans, on_two, moved_nowhere):
+    for name in MOVED:
+        plan = plans[name](on_two(way) / "moved" / name)  # which went from one to two
+        assert_same_run(trained_alone(merge(plan, {**MOVING, "max_steps": 3})), moved_nowhere(name))
 
 
 @pytest.mark.slow
-def test_shards_of_16_bits_go_on_bit_for_bit(plans, tmp_path):
+def test_shards_of_16_bits_go_on_bit_for_bit(on_two):
     """The trained weights are float32: those of an adapter, and those that became so once sharded."""
-    names = ("an adapter of a 16-bit model", "a 16-bit model")
-
-    def plan(name, folder, steps=3):
-        adamw = {"learn": {"optimizer": {"name": "adamw"}}, "max_steps": steps}
-        return merge(plans[name](tmp_path / folder / name), adamw)
-
-    runs = (("through", 3), ("stopped", 2), ("stopped", 3))
-    printed, ended = on_processes([plan(name, *run) for run in runs for name in names], tmp_path, "fsdp2")
-    assert ended, printed
-    for name in names:
-        one, other = (
-            {file.name: load_file(file) for file in (tmp_path / folder / name).rglob(SAVED)}
-            for folder in ("through", "stopped")
-        )
-        assert one.keys() == other.keys() and one
-        for file, weights in one.items():
-            assert all(torch.equal(weight, other[file][key]) for key, weight in weights.items()), (name, file)
+    for name in IN_16_BITS:
+        through, stopped = (on_two("fsdp2") / folder / name for folder in ("through", "stopped"))
+        assert_same_files(through, stopped, "checkpoint-2/**/*.safetensors")
 
 
 @pytest.mark.slow
-def test_a_killed_process_of_shards_is_named_and_the_run_goes_on_bit_for_bit(plans, tmp_path):
-    def plan(folder):
-        adamw = {"learn": {"optimizer": {"name": "adamw"}}, "max_steps": 6, "save_steps": 1}
-        return merge(plans["a 16-bit model"](tmp_path / folder), adamw)
-
-    printed, ended = on_processes([plan("through")], tmp_path, "fsdp2")
-    assert ended, printed
+def test_a_killed_process_of_shards_is_named_and_the_run_goes_on_bit_for_bit(plans, on_two, tmp_path):
     draw = random.Random(0)
-    for turn in range(int(os.environ.get("MMRL_KILLED_RUNS", "2"))):
-        folder, rank = f"killed-{turn}", 1 - turn % 2
-        listed = tmp_path / "killed.json"
-        listed.write_text(json.dumps([plan(folder)]))
-        processes = start("tests.support.real_worker", [str(listed), "fsdp2"], 2)
-        steps = draw.randint(1, 4)
-        while len(Journal(tmp_path / folder).read()) < steps and processes[rank].poll() is None:
-            time.sleep(0.01)
-        time.sleep(draw.uniform(0, 1))
-        processes[rank].kill()
-        printed = [process.communicate(timeout=600)[0] for process in processes]
-        assert processes[1 - rank].returncode == 1, printed[1 - rank]
-        assert re.search(rf"process {rank} of 2 .*is gone", printed[1 - rank]), printed[1 - rank]
-        again, ended = on_processes([plan(folder)], tmp_path, "fsdp2")
+    for turn in range(int(os.environ.get("MMRL_KILLED_RUNS", "1"))):
+        plan = merge(plans["a 16-bit model"](tmp_path / f"killed-{turn}"), LONG)
+        journal, listed = Journal(tmp_path / f"killed-{turn}"), tmp_path / "killed.json"
+        listed.write_text(json.dumps([plan]))
+        for rank in (1, 0):
+            steps = len(journal.read()) + 1
+            processes = start("tests.support.real_worker", [str(listed), "fsdp2"], 2)
+            while len(journal.read()) < steps and processes[rank].poll() is None:
+                time.sleep(0.01)
+            time.sleep(draw.uniform(0, 0.7))
+            processes[rank].kill()
+            printed = [process.communicate(timeout=600)[0] for process in processes]
+            assert processes[1 - rank].returncode == 1, printed[1 - rank]
+            assert re.search(rf"process {rank} of 2 .*is gone", printed[1 - rank]), printed[1 - rank]
+        again, ended = on_processes([plan], tmp_path, "fsdp2")
         assert ended, again
-        assert_same_files(tmp_path / "through", tmp_path / folder, "checkpoint-6/**/*.safetensors")
+        assert_same_files(on_two("fsdp2") / "long", journal.path.parent, "checkpoint-6/**/*.safetensors")
 
 
 def assert_same_files(one, other, pattern):
@@ -412,7 +414,7 @@ def test_shards_a_step_ahead_are_gathered_and_taken_up_again(plans, tmp_path):
             "rollout": {**SPEAKING["rollout"], "engine": engines, "max_staleness": 1, "policy": ""},
             "objective": {**SPEAKING["objective"], "step_weight": ["truncated_importance"]},
             "references": {"ref": "frozen"},
-            "max_steps": 5,
+            "max_steps": 4,
             "save_steps": 1,
         }
 
@@ -421,10 +423,9 @@ def test_shards_a_step_ahead_are_gathered_and_taken_up_again(plans, tmp_path):
     assert "with rollouts in flight" in printed and not ended
     printed, ended = on_processes(listed, tmp_path, "fsdp2")
     assert ended, printed
-    wanted = build(parse(plan("alone"), Config), quiet=True)
-    train(wanted)
+    wanted = trained_alone(plan("alone"))
     found = build(parse({**plan("shards", str(tmp_path / "once"))}, Config), quiet=True)
-    found.policy.load(tmp_path / "shards" / "checkpoint-5" / MODEL)
+    found.policy.load(tmp_path / "shards" / "checkpoint-4" / MODEL)
     assert_same_run(found, wanted)
 
 
@@ -434,20 +435,28 @@ def test_servers_get_the_weights_of_shards_and_answer_while_they_stay_shards(pla
     served = Tokens(**{key: value for key, value in adapter["policy"].items() if key in ("model", "dtype")})
     stand_in = StandIn(served, seen())
     engine = {"name": "vision.vllm", "servers": [stand_in.url], "max_completion_length": 6}
-    plan = {
-        **adapter,
-        "rollout": {
-            **SPEAKING["rollout"],
-            "engine": [{**engine, "weights_folder": str(tmp_path / "weights")}],
-            "policy": "",
-        },
-        # Steps this small change weights, and log-probabilities by less than a server may differ.
-        "learn": {**SPEAKING["learn"], "learning_rate": 1e-7},
-    }
-    printed, ended = on_processes([plan], tmp_path, "fsdp2")
-    assert ended, printed
-    assert stand_in.paths().count("v1/load_lora_adapter") == 3  # of three steps
+
+    def plan(name, steps):
+        served = {**engine, "weights_folder": str(tmp_path / f"weights of {name}")}
+        return {
+            **adapter,
+            "rollout": {**SPEAKING["rollout"], "engine": [served], "policy": ""},
+            # Steps this small change weights, and log-probabilities by less than a server may differ.
+            "learn": {**SPEAKING["learn"], "learning_rate": 1e-7},
+            "max_steps": steps,
+            "output_dir": str(tmp_path / name),
+        }
+
+    listed = tmp_path / "plans.json"
+    listed.write_text(json.dumps([plan("right", 2), plan("wrong", 1000)]))
+    processes = start("tests.support.real_worker", [str(listed), "fsdp2"], 2)
+    while not (tmp_path / "wrong" / CONFIG).exists() and processes[0].poll() is None:
+        time.sleep(0.01)
     stand_in.off = 0.1
-    printed, ended = on_processes([{**plan, "output_dir": str(tmp_path / "other")}], tmp_path, "fsdp2")
+    printed = "\n".join(process.communicate(timeout=600)[0] for process in processes)
     stand_in.kill()
-    assert not ended and "does not sample from the policy" in printed
+    assert (tmp_path / "right" / "checkpoint-2").exists(), printed
+    loaded = [str(content) for path, content in stand_in.told if path == "v1/load_lora_adapter"]
+    assert sum("weights of right" in content for content in loaded) == 2  # of two steps
+    assert all(process.returncode for process in processes)
+    assert "does not sample from the policy" in printed

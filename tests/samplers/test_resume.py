@@ -11,7 +11,7 @@ from mmrl.runtime import checkpoint
 from mmrl.training.loop import train
 from tests.support.distributed_worker import launch
 from tests.support.killing import left_out
-from tests.support.remembering import SAMPLERS, of_sampler
+from tests.support.remembering import MOSTLY, SAMPLERS, of_sampler
 from tests.support.resuming import assert_alike, killed, resumed
 from tests.support.toys import plan
 
@@ -36,20 +36,18 @@ TOLD = (
 )  # what a memory changes
 
 
-QUICK = ("vade", "pools", "hints")  # of what a table, the prompts and a run remember
-
-
 def test_every_sampler_is_here():
     assert not left_out()
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SAMPLERS]
+    "name", [name if name in MOSTLY else pytest.param(name, marks=pytest.mark.slow) for name in SAMPLERS]
 )
 def test_a_killed_run_goes_on_exactly(name, tmp_path):
-    whole = resumed(tmp_path / "whole", **of_sampler(name))
-    killed(tmp_path / "killed", at=4, **of_sampler(name))
-    assert_alike(resumed(tmp_path / "killed", **of_sampler(name)), whole)
+    changes = {**of_sampler(name), "max_steps": 5}
+    whole = resumed(tmp_path / "whole", **changes)
+    killed(tmp_path / "killed", at=4, **changes)
+    assert_alike(resumed(tmp_path / "killed", **changes), whole)
     asked = [str([record.get(told) for told in TOLD]) for record in whole.journal.read()]
     assert len(set(asked)) > 1 or name in WITHOUT, "it learned something that could have been lost"
 

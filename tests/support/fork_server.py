@@ -1,8 +1,9 @@
 """Runs the `main` of modules in processes that are forked from one that has imported what they need.
 
 Imports take longer than what most processes of tests do. There are two servers, so that neighbouring ranks
-differ in how Python salts its hashes, and iterate over sets in different orders, as on real machines. A
-forked process ends as any other one does, with the finalisation of its interpreter.
+differ in how Python salts its hashes, and iterate over sets in different orders, as on real machines. All
+workers of one run of pytest share them. A forked process ends as any other one does, with the finalisation of
+its interpreter.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from select import select
 from typing import Any, NoReturn
 
 from mmrl.config.registry import HOMES, pieces
+from mmrl.reporting.html.layout import macros, templates
+from mmrl.reporting.model_card import card_template
 from tests.support.quick import draw_few, leave_unflushed
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +40,7 @@ NEEDED = (  # without pandas, which starts a thread
     "transformers.models.qwen2_5_vl.processing_qwen2_5_vl",
 )
 PAUSE = 0.01  # seconds between two looks at a process
+KIND = socket.AF_UNIX, socket.SOCK_SEQPACKET
 
 
 class Forked:
@@ -79,16 +85,25 @@ class Forked:
 
 
 class Server:
-    """The process that others are forked from; it ends with the one that started it."""
+    """The process that others are forked from; it ends when nobody is connected to it any more."""
 
-    def __init__(self) -> None:
-        self.link, other = link()
-        with other:
-            command = [sys.executable, "-m", __name__, str(other.fileno())]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=[other.fileno()]
-            )
+    def __init__(self, name: str) -> None:
+        self.link = socket.socket(*KIND)
+        while self.link.connect_ex(name):  # nobody answers yet, or any more
+            with socket.socket(*KIND) as door, suppress(OSError):  # another worker of pytest is first
+                door.bind(name)
+                door.listen()
+                self.begin(door)
+                self.link.connect(name)
+                break
+            time.sleep(PAUSE)
+
+    def begin(self, door: socket.socket) -> None:
+        """Start the process that answers at a door."""
+        command = [sys.executable, "-m", __name__, str(door.fileno())]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        given = {"stdin": subprocess.DEVNULL, "pass_fds": [door.fileno()]}
+        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, **given)
 
     def fork(
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], output: int | None = None
@@ -116,22 +131,18 @@ class Neighbour(Server):
     """A server that is forked from this process, which has imported what is needed and has one thread."""
 
     def __init__(self) -> None:
-        self.link, other = link()
-        with other:
-            asked = None if (parent := os.fork()) else serve(other)
-        if not parent:
-            call(asked)
-
-
-def link() -> tuple[socket.socket, socket.socket]:
-    """Connect a server with who asks it."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.link, other = socket.socketpair(*KIND)
+        if not os.fork():
+            self.link.close()
+            call(serve([other]))
+        other.close()
 
 
 @cache
 def server(number: int) -> Server:
-    """Start a server, once."""
-    return Server()
+    """Connect to a server, which is started once for all workers of a run of pytest."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+    return Server(f"\0mmrl-tests-{run}-{number}")
 
 
 def command(*arguments: str) -> Forked:
@@ -142,24 +153,39 @@ def command(*arguments: str) -> Forked:
 # ---- inside the server
 
 
-def serve(link: socket.socket) -> dict[str, Any] | None:
-    """Fork until nobody asks any more. In a forked process, return what was asked of it."""
-    while True:
-        data, handles, _, _ = socket.recv_fds(link, 1 << 20, 1)
-        if not data:
-            return None
-        asked = json.loads(data)
-        if "over" in asked:
-            ended, status = os.waitpid(asked["over"], os.WNOHANG)
-            link.send(json.dumps(os.waitstatus_to_exitcode(status) if ended else None).encode())
-            continue
-        if not (child := os.fork()):
-            for standard in (1, 2):
-                os.dup2(handles[0], standard)
-            os.close(handles[0])
-            return asked
-        link.send(json.dumps(child).encode())
+def serve(links: list[socket.socket], door: socket.socket | None = None) -> dict[str, Any] | None:
+    """Fork until nobody is connected any more. In a forked process, return what was asked of it."""
+    doors = [door] if door else []
+    while links or (doors and select(doors, [], [], 0)[0]):
+        for one in select(doors + links, [], [])[0]:
+            if one is door:
+                links.append(one.accept()[0])
+            elif (asked := answer(one, links)) is not None:
+                for each in doors + links:
+                    each.close()
+                return asked
+    return None
+
+
+def answer(link: socket.socket, links: list[socket.socket]) -> dict[str, Any] | None:
+    """Answer a request, or forget a link that has ended; return the request in the process forked for it."""
+    data, handles, _, _ = socket.recv_fds(link, 1 << 20, 1)
+    if not data:
+        links.remove(link)
+        return link.close()
+    asked = json.loads(data)
+    if "over" in asked:
+        ended, status = os.waitpid(asked["over"], os.WNOHANG)
+        link.send(json.dumps(os.waitstatus_to_exitcode(status) if ended else None).encode())
+        return None
+    if not (child := os.fork()):
+        for standard in (1, 2):
+            os.dup2(handles[0], standard)
         os.close(handles[0])
+        return asked
+    link.send(json.dumps(child).encode())
+    os.close(handles[0])
+    return None
 
 
 def main() -> None:
@@ -168,13 +194,21 @@ def main() -> None:
         importlib.import_module(name)
     for kind in HOMES:
         pieces(kind)
+    compile_templates()
     draw_few()
     leave_unflushed()
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"a process with {threads} threads must not be forked"
-    with socket.socket(fileno=int(sys.argv[1])) as link:
-        asked = serve(link)
-    call(asked)
+    door = socket.socket(fileno=int(sys.argv[1]))
+    call(serve([door.accept()[0]], door))
+
+
+def compile_templates() -> None:
+    """Compile the templates of pages and model cards, which each run renders."""
+    macros()
+    card_template()
+    for name in ("page.j2", "predictions.j2", "samples.j2"):
+        templates().get_template(name)
 
 
 def call(asked: Mapping[str, Any] | None) -> NoReturn:

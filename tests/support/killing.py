@@ -1,10 +1,10 @@
 """Runs that are killed at random instants: `python -m tests.support.killing --kills 100 --runs usual`.
 
-Every run is a process of its own that ends by SIGKILL: at a random time, in the middle of an evaluation, of
-the calls of tools or of a round of a game, or before a random one of the file operations by which it opens
-its folder, saves and writes its report. The same run is started again until it is finished, and then compared
-with one that nobody disturbed: weights, state, metrics, completions and the names of all files have to be the
-same bit for bit.
+Every run is a process of its own that ends by SIGKILL: at a random time, in the middle of rollouts, of the
+calls of tools, of a round of a game, of an update or of an evaluation, or before a random one of the file
+operations by which it opens its folder, saves and writes its report. The same run is started again until it
+is finished, and then compared with one that nobody disturbed: weights, state, metrics, completions and the
+names of all files have to be the same bit for bit.
 Ends with code 1 where they are not.
 """
 
@@ -46,6 +46,7 @@ from mmrl.reporting.metrics import Journal
 from mmrl.runtime import checkpoint
 from mmrl.training import evaluate, loop
 from mmrl.training.loop import train
+from mmrl.training.record import record_of
 from mmrl.training.trainer import Run
 from mmrl.vision.engines import with_tools
 from tests.support.remembering import remembering
@@ -55,12 +56,13 @@ from tests.support.toys import plan
 from tests.vision import tiny
 
 OFTEN = {
-    "save_steps": 2,
+    "save_steps": 1,
     "max_steps": 16,
     "evaluation": {"data": {"name": "tests.support.toys:prompts", "num": 3}},
     "eval_steps": 3,
     "report": {"trackers": [], "log_completions": True},
 }
+SEEN_ONCE = {"name": "tests.vision.mixed:pictured", "num": 1}
 CLIMBING = [
     {"name": "vision.generate", "max_completion_length": 6},
     {"name": "tests.vision.playing:Playing", "environment": "tests.vision.playing:Ladder"},
@@ -90,7 +92,7 @@ def parting(engine: str, reward: list[str] | None = None, **changes: Any) -> dic
         "rewards": [{"name": "tests.vision.mixed:letters", "at": "every"}],
         "learn": {"learning_rate": 1e-3},
         **OFTEN,
-        "evaluation": {"data": "tests.vision.mixed:pictured"},
+        "evaluation": {"data": SEEN_ONCE},
         **changes,
     }
 
@@ -139,7 +141,7 @@ PLANS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
             "rewards": ["tests.vision.mixed:letters"],
             "learn": {"learning_rate": 1e-3},
             **OFTEN,
-            "evaluation": {"data": "tests.vision.mixed:pictured"},
+            "evaluation": {"data": SEEN_ONCE},
         },
     ),
     "conversation": (
@@ -157,12 +159,13 @@ PLANS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
                     },
                 ],
                 "num_prompts": 2,
+                "num_generations": 2,
             },
             "rewards": [{"name": "tests.vision.mixed:letters", "at": "every"}],
             "advantage": ["total", {"name": "gigpo", "same": ["place"]}],
             "learn": {"learning_rate": 1e-3},
             **OFTEN,
-            "evaluation": {"data": "tests.vision.mixed:pictured"},
+            "evaluation": {"data": SEEN_ONCE},
         },
     ),
     "tree": (plan, parting("Branching", advantage=["total", "tree_values"])),
@@ -196,7 +199,7 @@ PLANS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
             "advantage": ["total", {"name": "returns", "by": ["role"]}, "role_baseline"],
             "learn": {"learning_rate": 1e-3},
             **OFTEN,
-            "evaluation": {"data": {"name": "tests.vision.mixed:pictured", "num": 1}, "engine": GAME},
+            "evaluation": {"data": SEEN_ONCE, "engine": GAME},
         },
     ),
     "critic": (
@@ -248,7 +251,7 @@ PLANS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
 
 # With every sampler, and with every engine that has a memory.
 REMEMBERING = {
-    name: (plan, {**EVERYTHING, "save_steps": 2, **changes}) for name, changes in remembering().items()
+    name: (plan, {**EVERYTHING, "save_steps": 1, **changes}) for name, changes in remembering().items()
 }
 RUNS = {"usual": PLANS, "remembering": REMEMBERING}
 
@@ -273,18 +276,17 @@ DOING = (
     "closing", "between",
 )  # fmt: skip
 BY_FILES = ("opening", "saving", "closing")  # killed before one of their file operations
-WATCHED = {
-    "evaluating": 0.02,
-    "tools": 0.02,
-    "playing": 0.02,
-}  # killed in the seconds after one of them began
+WATCHED = ("rollout", "tools", "playing", "learn", "evaluating")  # killed soon after one of them began
+SOON = 0.02  # seconds
+SELDOM = ("tools", "playing")  # which not every run does
 COUNTED = (*WATCHED, *BY_FILES)
 PER_RUN = 4  # kills of one run
+DRAWN: Counter[str] = Counter()  # how often each way to kill was drawn
 
 
 class Shared:
-    """What a run is doing, and how often it began a file operation, an evaluation or a round of tools or of
-    a game by then, seen by its parent as well."""
+    """What a run is doing, and how often it began a file operation or what is watched by then, seen by its
+    parent as well."""
 
     def __init__(self) -> None:
         self.memory = mmap.mmap(-1, 8 * (1 + len(DOING)))
@@ -306,7 +308,7 @@ class Shared:
         return DOING[self._get(0)]
 
     def counted(self, doing: str) -> int:
-        """Give how many file operations of one kind of work, evaluations or rounds there were."""
+        """Give how many file operations of one kind of work there were, or how often it began."""
         return self._get(1 + DOING.index(doing))
 
     def count(self) -> int:
@@ -370,6 +372,8 @@ def tell(run: Run) -> None:
     @contextmanager
     def told(name: str) -> Iterator[None]:
         with SHARED.during(name if name in DOING else SHARED.doing), timing(name):
+            if name in WATCHED:
+                SHARED.count()
             yield
 
     def noted(work: Callable, doing: str) -> Callable:
@@ -434,9 +438,12 @@ def kill_once(
     name: str, folder: Path, steps: int, seconds: float, most: Mapping[str, int], draw: random.Random
 ) -> str:
     """Start a run and kill it somewhere; say what it was doing, and nothing where it was finished before."""
-    way = draw.choice(("time", *(way for way in COUNTED if most[way])))
+    ways = ("time", *(way for way in COUNTED if most[way]))
+    # So that few kills are of all kinds.
+    way = min(ways, key=lambda way: (DRAWN[way], way not in SELDOM, draw.random()))
+    DRAWN[way] += 1
     # What comes late in a run is reached by runs that were killed before.
-    number = draw.randint(1, max(1, most[way] // 2)) if way != "time" else 0
+    number = draw.randint(1, max(1, 3 * most[way] // 4)) if way != "time" else 0
     child = begin(name, folder, steps, (way, number))
     if way in BY_FILES:
         return "" if finished(child) else SHARED.doing
@@ -445,7 +452,7 @@ def kill_once(
         if over(child):
             return ""
         time.sleep(0.0005)
-    time.sleep(draw.uniform(0, WATCHED.get(way, 0)))
+    time.sleep(draw.uniform(0, SOON) if way in WATCHED else 0)
     os.kill(child, signal.SIGKILL)
     return "" if finished(child) else SHARED.doing
 
@@ -466,13 +473,10 @@ def disturbed(
 
 
 def undisturbed(name: str, folder: Path, steps: int) -> tuple[float, dict[str, int]]:
-    """Let a run end, and start it once more; measure its seconds, count file operations and evaluations."""
+    """Let a run end; measure its seconds, and count its file operations and what else is counted."""
     began = time.monotonic()
     finished(begin(name, folder, steps))
-    seconds = time.monotonic() - began
-    first = {doing: SHARED.counted(doing) for doing in COUNTED}
-    finished(begin(name, folder, steps))
-    return seconds, {doing: max(first[doing], SHARED.counted(doing)) for doing in COUNTED}
+    return time.monotonic() - began, {doing: SHARED.counted(doing) for doing in COUNTED}
 
 
 # ---- comparing
@@ -546,9 +550,10 @@ def main() -> int:
     parser.add_argument(
         "--runs", choices=RUNS, default="usual", help="which; remembering: all that learn whom to ask"
     )
+    parser.add_argument("--only", nargs="+", help="names of some of them")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    plans = RUNS[given.runs]
+    plans = given.only or RUNS[given.runs]
     all_methods()  # every process would read all files of methods
     with tempfile.TemporaryDirectory() as spare:
         folder = given.folder or Path(spare)
@@ -566,7 +571,9 @@ def kill_often(name: str, folder: Path, kills: int, steps: int, seed: int) -> in
     if name in MODELS:
         transformers.utils.logging.disable_progress_bar()
         tiny.make(MODELS[name], folder / "model")
-    build(planned(name, folder / "unused", steps), quiet=True)  # what is imported is shared
+    config = planned(name, folder / "unused", steps)
+    build(config, quiet=True)  # what is imported is shared
+    record_of(config)  # and so are hashes of code
     seconds, most = undisturbed(name, folder / "whole", steps)
     draw, found, wrong, turn = random.Random(f"{seed} {name}"), Counter(), 0, 0
     kill = lambda run: kill_once(name, run, steps, seconds, most, draw)

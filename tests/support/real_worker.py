@@ -54,7 +54,7 @@ class Beginning:
 
     def rollout(self, prompts):
         """Hand over what was asked for."""
-        if self.once and self.stream.step == 3 and not Path(f"{self.once}-{os.environ.get('RANK')}").exists():
+        if self.once and self.stream.step == 2 and not Path(f"{self.once}-{os.environ.get('RANK')}").exists():
             Path(f"{self.once}-{os.environ.get('RANK')}").touch()
             raise LookupError("with rollouts in flight")
         if self.begun is None:
@@ -132,7 +132,7 @@ def sharding():
 def main() -> None:
     """Train every plan."""
     with {"ddp": nullcontext, "fsdp2": sharding}[sys.argv[2]]():
-        html.pages.curves = lambda runs: []  # drawing takes longer than everything else
+        html.write_page = lambda folder: folder  # which takes longer than everything else
         for plan in json.loads(Path(sys.argv[1]).read_text()):
             train(build(parse(plan, Config), quiet=True))
 

@@ -68,6 +68,7 @@ SAMPLERS = {
         {"name": "with_experience", "experience_update": "by_policy", "max_experiences": 3, **SHARE},
     ],
 }
+MOSTLY = ("vade", "pools", "hints")  # they show what samplers keep: of a table, the prompts and a run
 AUGMENTED = {  # asks a second time with noise and hints
     "data": "tests.papers.test_deepvideo_r1:filmed",
     "sampler": [

@@ -1,6 +1,6 @@
 """One of two processes that compute the layers of every row together.
 
-`python -m tests.support.sequence_worker folder model options`; the options of the policy are JSON.
+`python -m tests.support.sequence_worker cases.json`, a list of folders, models and options of policies.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,9 +45,15 @@ def computed(policy: Tokens, batch) -> tuple[dict[str, Tensor], dict[str, Tensor
 
 
 def main() -> None:
-    """Compare what two processes compute together with what each computes alone."""
-    folder, model, options = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    """Compare every case."""
     dist.init_process_group("gloo")
+    for folder, model, options in json.loads(Path(sys.argv[1]).read_text()):
+        compare(Path(folder), model, options)
+    dist.destroy_process_group()
+
+
+def compare(folder: Path, model: str, options: dict[str, Any]) -> None:
+    """Compare what two processes compute together with what each computes alone."""
     rank, video = dist.get_rank(), options.pop("video", True)
     torch.manual_seed(0)
     alone = Tokens(model=model, dtype="float32", **options)
@@ -84,7 +91,6 @@ def main() -> None:
         again = together.module(batch.steps, frozenset(), None)["logp"]
     torch.testing.assert_close(again, values["logp"], rtol=0, atol=1e-5)
     (folder / f"done-{rank}").touch()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from mmrl.runtime import checkpoint
 from mmrl.training.checkpointing import resume
 from tests.support.fork_server import command, server
 from tests.support.killing import PLANS, REMEMBERING, RUNS, differences
+from tests.support.remembering import MOSTLY
 from tests.support.resuming import EVERYTHING, Killed, assert_alike, killed, resumed, without_times
 from tests.support.toys import ToyGenerate, plan, toy_run
 
@@ -130,13 +131,20 @@ def test_what_killed_runs_differ_in_is_named(tmp_path, uninterrupted):
     assert differences(uninterrupted.folder, other) == ["which files there are (checkpoint-5.tmp)"]
 
 
+# The other samplers keep their memory in the same ways: `tests/samplers/test_resume.py` compares each.
+SOME = [
+    *(f"sampler {name}" for name in (*MOSTLY, "vision.difficulty_augmentation")),
+    *(name for name in REMEMBERING if name.startswith("engine ")),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("runs", "names", "kills"), [("usual", PLANS, 2), ("remembering", REMEMBERING, 1)], ids=RUNS
+    ("runs", "names", "kills"), [("usual", PLANS, 1), ("remembering", SOME, 2)], ids=RUNS
 )
 def test_runs_that_are_killed_at_random_instants_end_as_if_nothing_had_happened(tmp_path, runs, names, kills):
-    options = ["--folder", str(tmp_path), "--kills", str(kills * len(names)), "--steps", "6", "--runs", runs]
-    process = server(0).fork("tests.support.killing", options, os.environ)
+    options = ["--folder", str(tmp_path), "--kills", str(kills * len(names)), "--steps", "4", "--runs", runs]
+    process = server(0).fork("tests.support.killing", [*options, "--only", *names], os.environ)
     printed, _ = process.communicate(timeout=900)
     assert process.returncode == 0, printed
     told = [line for line in printed.splitlines() if " kills of " in line or line.startswith("no runs")]

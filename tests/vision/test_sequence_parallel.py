@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -15,34 +16,54 @@ from tests.runtime.test_real_processes import SPEAKING
 from tests.support.distributed_worker import start
 
 LORA = {"lora_rank": 4, "freeze_vision_tower": False}
-
-
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
+CASES = {
+    "fast": (
         ("qwen2_5_vl", {"freeze_vision_tower": False}),
         ("qwen2_5_vl", {**LORA, "gradient_checkpointing": True}),
         ("qwen3_vl", {"freeze_vision_tower": False}),  # features of earlier layers of the tower
+    ),
+    "slow": (
         # Of what a process shares out, the features of the tower alone have a gradient.
-        pytest.param(
-            "qwen3_vl",
-            {**LORA, "lora_target_modules": ["q_proj", "deepstack_merger_list.0.linear_fc1"]},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("qwen2_5_vl", LORA, marks=pytest.mark.slow),
-        pytest.param("qwen2_5_vl", {"lora_rank": 4}, marks=pytest.mark.slow),
-        pytest.param("qwen2_vl", {**LORA, "video": False}, marks=pytest.mark.slow),
+        ("qwen3_vl", {**LORA, "lora_target_modules": ["q_proj", "deepstack_merger_list.0.linear_fc1"]}),
+        ("qwen2_5_vl", LORA),
+        ("qwen2_5_vl", {"lora_rank": 4}),
+        ("qwen2_vl", {**LORA, "video": False}),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def compared(checkpoint, tmp_path_factory):
+    """Compare the fast or the slow cases in one pair of processes; return their folder, and what is said."""
+
+    def go(speed):
+        folder, listed = tmp_path_factory.mktemp("cases"), []
+        for number, (family, options) in enumerate(CASES[speed]):
+            (folder / str(number)).mkdir()
+            listed.append((str(folder / str(number)), str(checkpoint(family)), options))
+        (folder / "cases.json").write_text(json.dumps(listed))
+        processes = start("tests.support.sequence_worker", [str(folder / "cases.json")], 2)
+        try:
+            printed = [process.communicate(timeout=300)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        return folder, "\n".join(printed)
+
+    return cache(go)
+
+
+@pytest.mark.parametrize(
+    ("speed", "number"),
+    [
+        pytest.param(speed, number, marks=[pytest.mark.slow] if speed == "slow" else [])
+        for speed, cases in CASES.items()
+        for number in range(len(cases))
     ],
 )
-def test_values_and_gradients_are_those_of_one_process(checkpoint, tmp_path, family, options):
-    arguments = [str(tmp_path), str(checkpoint(family)), json.dumps(options)]
-    processes = start("tests.support.sequence_worker", arguments, 2)
-    try:
-        printed = [process.communicate(timeout=300)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all((tmp_path / f"done-{rank}").exists() for rank in range(2)), "\n".join(printed)
+def test_values_and_gradients_are_those_of_one_process(compared, speed, number):
+    folder, printed = compared(speed)
+    assert all((folder / f"{number}/done-{rank}").exists() for rank in range(2)), printed
 
 
 @pytest.mark.slow
@@ -50,7 +71,7 @@ def test_a_run_is_that_of_data_parallelism(checkpoint, tmp_path):
     def plan(name, **policy):
         named = {"name": "vision.tokens", "model": str(checkpoint("qwen2_5_vl")), "dtype": "float32"}
         policy = {**named, "share_prefix": False, **policy}
-        return {**SPEAKING, "policy": policy, "output_dir": str(tmp_path / name)}
+        return {**SPEAKING, "policy": policy, "max_steps": 2, "output_dir": str(tmp_path / name)}
 
     plans = [plan("together", sp_size=2), plan("apart")]
     (tmp_path / "plans.json").write_text(json.dumps(plans))
@@ -62,7 +83,7 @@ def test_a_run_is_that_of_data_parallelism(checkpoint, tmp_path):
         for key in ("reward", "loss", "grad_norm"):
             assert one[key] == pytest.approx(other[key], rel=1e-4, abs=1e-6), key
     one, other = (
-        {file.name: load_file(file) for file in (tmp_path / name).glob("checkpoint-3/model/*.safetensors")}
+        {file.name: load_file(file) for file in (tmp_path / name).glob("checkpoint-2/model/*.safetensors")}
         for name in ("together", "apart")
     )
     assert one.keys() == other.keys() and one

@@ -14,7 +14,6 @@ from mmrl.config.loading import merge
 from mmrl.config.schema import Config, parse
 from mmrl.core.types import Frames, Media, Message, Outcome, Part, Prompt, Size
 from mmrl.diffusion.flow_network import FlowNetwork
-from mmrl.reporting import html
 from mmrl.runtime.checkpoint import MODEL
 from mmrl.runtime.json_client import png
 from mmrl.training.loop import train
@@ -66,25 +65,42 @@ def prompts(**options) -> list[Prompt]:
     return made
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", [CHANGES, PAIRS], ids=["sources", "results"])
-def test_processes_that_make_fewer_calls_take_part_in_those_of_others(tmp_path, monkeypatch, changes):
-    monkeypatch.setattr(html, "write_page", lambda folder: folder)
-    model = tmp_path / "model"
+RUNS = {"sources": CHANGES, "results": PAIRS}
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory):
+    model = tmp_path_factory.mktemp("flux_kontext")
     tiny_flux_kontext.tiny_flux_kontext(model)
-    plans = {name: plan(model, tmp_path / name, MATCHING, **merge(changes, {})) for name in ("one", "two")}
-    if changes is PAIRS:
-        for given in plans.values():
+
+    def make(name, folder):
+        given = plan(model, folder / name, MATCHING, **merge(RUNS[name], {}))
+        if name == "results":
             given["rollout"]["engine"].append({"name": "with_demos", "per_group": 1})
-    listed = tmp_path / "plans.json"
-    listed.write_text(json.dumps([plans["two"]]))
-    processes = start("tests.support.real_worker", [str(listed), "fsdp2"], 2)
+        return given
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def two_processes(plans, tmp_path_factory):
+    """Train all runs in one pair of processes."""
+    folder = tmp_path_factory.mktemp("two")
+    (folder / "plans.json").write_text(json.dumps([plans(name, folder) for name in RUNS]))
+    processes = start("tests.support.real_worker", [str(folder / "plans.json"), "fsdp2"], 2)
     printed = [process.communicate(timeout=300)[0] for process in processes]
     assert not any(process.returncode for process in processes), "\n".join(printed)
-    run = build(parse(plans["one"], Config), quiet=True)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_page")
+@pytest.mark.parametrize("name", RUNS)
+def test_processes_that_make_fewer_calls_take_part_in_those_of_others(plans, two_processes, tmp_path, name):
+    run = build(parse(plans(name, tmp_path), Config), quiet=True)
     train(run)
-    wanted = {name: p.detach().clone() for name, p in run.policy.module.named_parameters()}
-    (saved,) = (tmp_path / "two").glob(f"checkpoint-*/{MODEL}")
+    wanted = {key: p.detach().clone() for key, p in run.policy.module.named_parameters()}
+    (saved,) = (two_processes / name).glob(f"checkpoint-*/{MODEL}")
     run.policy.load(saved)
-    for name, weight in run.policy.module.named_parameters():
-        torch.testing.assert_close(weight, wanted[name], rtol=2e-4, atol=2e-5, msg=name)
+    for key, weight in run.policy.module.named_parameters():
+        torch.testing.assert_close(weight, wanted[key], rtol=2e-4, atol=2e-5, msg=key)

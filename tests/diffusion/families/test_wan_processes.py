@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import cache
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from mmrl.build import build
 from mmrl.config.loading import merge
 from mmrl.config.schema import Config, parse
 from mmrl.diffusion.flow_network import FlowNetwork
-from mmrl.reporting import html
 from mmrl.rewards.adapters import per_outcome
 from mmrl.runtime.checkpoint import MODEL
 from mmrl.training.loop import train
@@ -37,7 +37,10 @@ CHANGES = merge(
     ANCHORED,
     {
         "policy": {"max_sequence_length": 8},
-        "rollout": {"engine": {"0": {"num_frames": 5, "height": 16, "width": 16, "batch_size": 3}}},
+        "rollout": {
+            "engine": {"0": {"num_frames": 5, "height": 16, "width": 16, "batch_size": 2}},
+            "num_generations": 2,
+        },
         "rewards": ["tests.diffusion.families.test_wan_processes:redness"],
         "learn": {"learning_rate": 0.3, "optimizer": "sgd", "micro_batch_steps": 1},
     },
@@ -53,28 +56,46 @@ def plans(tmp_path_factory):
 
 
 def trained(run):
-    return {name: p.detach().clone() for name, p in run.policy.module.named_parameters() if p.requires_grad}
+    return {name: p for name, p in run.policy.module.named_parameters() if p.requires_grad}
+
+
+def copied(run):
+    return {name: p.detach().clone() for name, p in trained(run).items()}
+
+
+@pytest.fixture(scope="module")
+def on_one(plans, tmp_path_factory):
+    """Train each kind on one process, for all ways; return the run, and a copy of what it trained."""
+    folder = tmp_path_factory.mktemp("one")
+
+    def go(kind):
+        run = build(parse(plans(kind, folder), Config), quiet=True)
+        before = copied(run)
+        train(run)
+        wanted = copied(run)
+        assert {name.split(".")[2] for name in wanted if not torch.equal(before[name], wanted[name])} == {
+            "both": {"transformer", "transformer_2"},
+            "low": {"transformer_2"},
+        }[kind]
+        return run, wanted
+
+    return cache(go)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_page")
 @pytest.mark.parametrize(("way", "blocks"), [("ddp", ""), ("fsdp2", ""), ("fsdp2", "1")])
-def test_two_processes_train_two_networks_as_one_process_does(plans, tmp_path, monkeypatch, way, blocks):
-    monkeypatch.setattr(html, "write_page", lambda folder: folder)
+def test_two_processes_train_two_networks_as_one_process_does(plans, on_one, tmp_path, way, blocks):
     listed = tmp_path / "plans.json"
     listed.write_text(json.dumps([plans(kind, tmp_path / "two") for kind in KINDS]))
     processes = start("tests.support.real_worker", [str(listed), way], 2, BY_BLOCKS=blocks)
     printed = [process.communicate(timeout=300)[0] for process in processes]
     assert not any(process.returncode for process in processes), "\n".join(printed)
     for kind in KINDS:
-        run = build(parse(plans(kind, tmp_path / "one"), Config), quiet=True)
-        before = trained(run)
-        train(run)
-        wanted = trained(run)
-        assert {name.split(".")[2] for name in wanted if not torch.equal(before[name], wanted[name])} == {
-            "both": {"transformer", "transformer_2"},
-            "low": {"transformer_2"},
-        }[kind]
+        run, wanted = on_one(kind)
+        for weight in trained(run).values():
+            weight.data.zero_()
         (saved,) = (tmp_path / "two" / kind).glob(f"checkpoint-*/{MODEL}")
         run.policy.load(saved)
         for name, weight in trained(run).items():
-            torch.testing.assert_close(weight, wanted[name], rtol=2e-4, atol=2e-5, msg=name)
+            torch.testing.assert_close(weight.detach(), wanted[name], rtol=2e-4, atol=2e-5, msg=name)
