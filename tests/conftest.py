@@ -120,8 +120,3 @@ def onednn_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write no page at the end of a run: that takes longer than the training of a toy."""
     monkeypatch.setattr("mmrl.reporting.html.write_page", lambda folder: folder)
-
-
-@pytest.fixture
-def no_curves() -> None:
-    pass

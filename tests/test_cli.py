@@ -81,7 +81,7 @@ def failure(capsys, code: int, *arguments: str) -> str:
 # ---- what it does
 
 
-def test_train_leaves_everything_in_the_output_folder(file, tmp_path, capsys, no_curves):
+def test_train_leaves_everything_in_the_output_folder(file, tmp_path, capsys):
     assert main(["train", file(evaluation=EVALUATION)]) == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         ".lock",
@@ -101,14 +101,14 @@ def test_train_leaves_everything_in_the_output_folder(file, tmp_path, capsys, no
     assert "share_right" in printed and "interval" in printed, "the last evaluation, as a table"
 
 
-def test_train_goes_on_where_it_stopped(file, tmp_path, capsys, no_curves):
+def test_train_goes_on_where_it_stopped(file, tmp_path, capsys):
     assert main(["train", file()]) == 0
     assert main(["train", file(), "max_steps=3"]) == 0
     assert f"going on from {tmp_path / 'out' / 'checkpoint-2'}" in capsys.readouterr().out
     assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-def test_overrides_change_the_run(file, tmp_path, no_curves):
+def test_overrides_change_the_run(file, tmp_path):
     assert main(["train", file(), "max_steps=1", "rewards.1.weight=0.25", "learn.learning_rate=1e-3"]) == 0
     written = OmegaConf.load(tmp_path / "out" / "config.yaml")
     assert (written.max_steps, written.rewards[1].weight, written.learn.learning_rate) == (1, 0.25, 1e-3)
@@ -132,7 +132,7 @@ def rewards_in(folder):
     return {name: metrics[name] for name in ("share_right", "brevity")}
 
 
-def test_the_folder_of_a_run_is_evaluated_with_its_last_checkpoint(file, tmp_path, capsys, no_curves):
+def test_the_folder_of_a_run_is_evaluated_with_its_last_checkpoint(file, tmp_path, capsys):
     run, path = tmp_path / "out", file(evaluation=EVALUATION, learn={"learning_rate": 0.5})
     assert main(["train", path]) == 0
     trained = rewards_in(run)
@@ -145,7 +145,7 @@ def test_the_folder_of_a_run_is_evaluated_with_its_last_checkpoint(file, tmp_pat
     assert "holds neither a run" in failure(capsys, 2, "evaluate", str(run / "completions"))
 
 
-def test_an_evaluation_leaves_the_numbers_of_a_run_alone(file, tmp_path, capsys, no_curves):
+def test_an_evaluation_leaves_the_numbers_of_a_run_alone(file, tmp_path, capsys):
     run, path = tmp_path / "out", file(evaluation=EVALUATION, learn={"learning_rate": 0.5})
     assert main(["evaluate", path]) == 0  # before the run, which then begins beside it
     assert main(["train", path]) == 0
@@ -425,7 +425,7 @@ def test_a_gradient_that_is_no_number_is_one_line_and_code_1(file, capsys):
     )
 
 
-def test_a_folder_of_another_run_or_in_use_is_refused(file, tmp_path, capsys, no_curves, monkeypatch):
+def test_a_folder_of_another_run_or_in_use_is_refused(file, tmp_path, capsys, monkeypatch):
     assert main(["train", file()]) == 0
     capsys.readouterr()
     with monkeypatch.context() as patch:

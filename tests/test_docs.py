@@ -24,7 +24,6 @@ from mmrl.config.registry import HOMES, find
 from mmrl.config.schema import Config, as_plain, parse
 from mmrl.core.types import Message, Outcome, Part, Prompt
 from mmrl.data.media_reader import MediaReader
-from mmrl.reporting import html
 from mmrl.reporting.methods import Method, comment_of
 from mmrl.training.loop import train
 from tests import test_configs as configs
@@ -58,14 +57,6 @@ EVERY = [block for blocks in BLOCKS.values() for block in blocks]
 
 
 # ---- blocks
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_curves():
-    """Draw no curves, which takes longer than the training of a toy."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(html.pages, "curves", lambda runs: [])
-        yield
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from mmrl.vision.models.chat_template import ChatTemplate
 from tests.api.test_trainer import journal
 from tests.vision.playing import of_letters
 
-pytestmark = pytest.mark.usefixtures("no_curves")
 TINY = {"policy": {"dtype": "float32"}, "report": {"trackers": [], "startup_checks": []}}
 
 

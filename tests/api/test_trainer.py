@@ -19,7 +19,6 @@ from mmrl.config.loading import ConfigError
 from mmrl.config.schema import as_plain
 from tests.diffusion import tiny
 
-pytestmark = pytest.mark.usefixtures("no_curves")
 TINY = {
     "policy": {"dtype": "float32"},
     "rollout": {"num_prompts": 2, "engine": {"0": {"max_completion_length": 6}}},

@@ -10,12 +10,6 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.cli.watch import serve
-from mmrl.reporting import html
-
-
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    monkeypatch.setattr(html.pages, "curves", lambda runs: [])
 
 
 @pytest.fixture

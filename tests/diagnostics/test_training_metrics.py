@@ -205,7 +205,6 @@ ALWAYS = {"name": f"{__name__}:always_two", "word": "smoke"}
 def said(monkeypatch):
     lines = []
     monkeypatch.setattr("mmrl.reporting.console.Console.say", lambda self, text: lines.append(text))
-    monkeypatch.setattr("mmrl.reporting.html.pages.curves", lambda runs: [])
     return lines
 
 

@@ -186,7 +186,7 @@ def test_one_failure_makes_room_for_a_success(tmp_path):
     "engine",
     ["with_replay", *(pytest.param(one, marks=pytest.mark.slow) for one in MEMORIES if one != "with_replay")],
 )
-def test_a_killed_run_with_a_memory_goes_on_exactly(tmp_path, no_curves, engine):
+def test_a_killed_run_with_a_memory_goes_on_exactly(tmp_path, engine):
     changes = of_memory(engine)
     whole = toy_run(tmp_path / "whole", **{**EVERYTHING, **changes})
     train(whole)

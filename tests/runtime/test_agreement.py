@@ -24,8 +24,6 @@ from tests.support.agreement_worker import plan_of, write
 from tests.support.distributed_worker import launch, start
 from tests.support.toys import plan
 
-pytestmark = pytest.mark.usefixtures("no_curves")
-
 
 def trained(folder, **changes):
     run = build(parse(plan_of(folder, **changes), Config), quiet=True)

@@ -50,9 +50,6 @@ def weights(folder, name="weights-0"):
     return load_file(folder / "run" / name / "model.safetensors")["table"]
 
 
-pytestmark = pytest.mark.usefixtures("no_curves")
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """Train on two processes of one machine."""

@@ -23,8 +23,6 @@ from mmrl.training.loop import train
 from tests.support.resuming import EVERYTHING, Killed, assert_alike, killed, resumed
 from tests.support.toys import ToyText, toy_run
 
-pytestmark = pytest.mark.usefixtures("no_curves")
-
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):

@@ -17,8 +17,6 @@ from tests.support.toys import ToyText, toy_run
 DOUBLE = {"name": "tests.support.toys:ToyText", "double": True}
 SGD = {"learning_rate": 1.0, "optimizer": "sgd", "max_grad_norm": 0.0}
 
-pytestmark = pytest.mark.usefixtures("no_curves")
-
 
 def ready(folder, **changes):
     """Build a run, collect once, and give what an update learns from."""

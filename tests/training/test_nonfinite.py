@@ -32,8 +32,6 @@ from tests.support.toys import ToyGenerate, ToyText, plan, prompts, toy_run
 HERE = __name__
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.usefixtures("no_curves")
-
 
 # ---- what goes wrong
 

@@ -13,7 +13,7 @@ from tests.runtime.test_real_processes import GAMING, SPEAKING
 
 
 @pytest.fixture
-def trained(checkpoint, tmp_path, no_curves):
+def trained(checkpoint, tmp_path):
     def go(name, **changes):
         policy = {"name": "vision.tokens", "model": str(checkpoint("qwen2_5_vl")), "dtype": "float32"}
         plan = {**SPEAKING, **GAMING, "policy": policy, "output_dir": str(tmp_path / name), **changes}

@@ -22,7 +22,7 @@ FITTED = {
 
 
 @pytest.fixture
-def plan(checkpoint, tmp_path, no_curves):
+def plan(checkpoint, tmp_path):
     def lay(method, name, **changes):
         raw = merge({k: v for k, v in SPEAKING.items() if k not in ("advantage", "objective", "rewards")}, {
             "policy": {"name": "vision.tokens", "model": str(checkpoint("qwen2_5_vl")), "dtype": "float32"},

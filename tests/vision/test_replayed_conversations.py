@@ -160,7 +160,7 @@ def test_a_stored_tree_comes_back_whole_with_its_pairs(policy):
 
 
 @pytest.fixture
-def trained(checkpoint, tmp_path, no_curves):
+def trained(checkpoint, tmp_path):
     def go(name, method, **changes):
         policy = {"name": "vision.tokens", "model": str(checkpoint(QWEN)), "dtype": "float32"}
         usual = {**SPEAKING, "policy": policy, "rewards": [f"{__name__}:even"], "references": {}}

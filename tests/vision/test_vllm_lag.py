@@ -267,7 +267,7 @@ def finished(raw):
         (4, 5, {"partial_rollouts": True}),
     ],
 )
-def test_a_killed_run_goes_on_bit_for_bit(model, server, tmp_path, no_curves, lag, at, options):
+def test_a_killed_run_goes_on_bit_for_bit(model, server, tmp_path, lag, at, options):
     whole = finished(plan(model, server.url, tmp_path / "whole", lag, **options))
     killed(plan(model, server.url, tmp_path / "killed", lag, **options), at)
     again = finished(plan(model, server.url, tmp_path / "killed", lag, **options))

@@ -18,7 +18,7 @@ QWEN = "qwen2_5_vl"
 
 
 @pytest.fixture
-def trained(checkpoint, tmp_path, no_curves):
+def trained(checkpoint, tmp_path):
     def go(name, **changes):
         policy = {"name": "vision.tokens", "model": str(checkpoint(QWEN)), "dtype": "float32"}
         plan = {**SPEAKING, **TALKING, "policy": policy, "output_dir": str(tmp_path / name), **changes}
