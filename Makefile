@@ -57,9 +57,9 @@ TIMED = began=$$(date +%s); trap 'took=$$(($$(date +%s) - began)); echo "make $@
 BEGIN = $(BIN)/ruff check . && $(BIN)/ruff format --check . || exit; $(BIN)/basedpyright & types=$$!;
 END = tests=$$?; wait $$types && exit $$tests
 # For two cores. Tests of processes and of Ray wait for others and for time-outs, so there is time for a third worker.
-# Files stay whole, because their tests share models and runs. Processes of tests read the bytecode of the first one.
+# Files stay whole, because their tests share models and runs; tests/conftest.py orders them. Processes of tests read the bytecode of the first one.
 WORKERS = 2
-PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests
 
 # An environment with vLLM for the tests marked `vllm`: MMRL_VLLM=.venv-vllm .venv/bin/python -m pytest -m vllm
 # The build for CPUs, or with a GPU `make vllm VLLM=vllm==0.33.0`.

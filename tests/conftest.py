@@ -22,6 +22,11 @@ from tests.support.quick import draw_few, draw_no_curves, quicken_libraries
 
 LIMIT = 1800  # seconds that a test with its fixtures may take, also on a machine that does other work
 MARGIN = 600  # more seconds, until a test ends that hangs outside of Python
+# When the files of a folder run, by default 1. Long files first, else one worker works alone at the end.
+FOLDERS = {"runtime": 0, "examples": 0, "tests": 0} | dict.fromkeys(
+    ("advantages", "config", "core", "data", "kv_cache", "metrics", "objectives", "papers", "rewards", "trl"),
+    2,
+)
 armed = -float("inf")  # when the thread that ends it was started: that takes longer than most tests
 
 quicken_libraries()
@@ -77,7 +82,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what the covering of families leaves out, before `-m` chooses."""
+    """Mark as slow what the covering of families leaves out, before `-m` chooses; long files come first."""
+    items.sort(key=lambda item: FOLDERS.get(item.path.parent.name, 1))
     named = [item for item in items if "family" in getattr(getattr(item, "callspec", None), "params", ())]
     tests = ((str(one.path), one.originalname, str(one.callspec.params["family"]), one) for one in named)
     for item in left_out(tests):
