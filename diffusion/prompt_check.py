@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+from mmrl.config import objects
 from mmrl.config.registry import find
 from mmrl.config.schema import Piece
 from mmrl.core.types import Prompt, reading
@@ -24,8 +27,7 @@ class FlowPromptCheck:
     """
 
     def __init__(self, model: str, max_sequence_length: int = 0) -> None:
-        with loading_onto(None, empty=True):
-            self.pipe = load_pipeline(model, dtype="bfloat16")
+        self.pipe = _load_without_weights(model)
         self.family = family_of(type(self.pipe).__name__)
         self.longest = max_sequence_length or self.family.default_length(self.pipe)
         self.size: FrameSize | None = None  # result size in the engine's options
@@ -72,8 +74,7 @@ def check_recorded(options: Mapping[str, Any], prompts: Sequence[Prompt]) -> dic
 
     Sizes are read from file headers, without decoding.
     """
-    with loading_onto(None, empty=True):
-        pipe = load_pipeline(str(options["model"]), dtype="float32")
+    pipe = _load_without_weights(str(options["model"]))
     family, faults, wrong = family_of(type(pipe).__name__), dict[tuple[int, ...], str](), {}
     if family.refuses_recorded:
         return {i: family.refuses_recorded for i, prompt in enumerate(prompts) if prompt.answers}
@@ -88,3 +89,18 @@ def check_recorded(options: Mapping[str, Any], prompts: Sequence[Prompt]) -> dic
             if faults[size]:
                 wrong[index] = faults[size]
     return wrong
+
+
+def _load_without_weights(model: str) -> Any:
+    """Load the configurations and tokenizers of a pipeline, once for all checks of a run."""
+    if objects.is_object(model):
+        return load_pipeline(model, dtype="float32")
+    files = sorted(file for file in Path(model).rglob("*") if file.is_file())  # none for a hub id
+    return _load(model, tuple((file, file.stat().st_mtime_ns) for file in files))
+
+
+@lru_cache(maxsize=1)
+def _load(model: str, files: tuple[tuple[Path, int], ...]) -> Any:
+    """Load a pipeline without weights; `files`, with their times, tell when a folder has changed."""
+    with loading_onto(None, empty=True):
+        return load_pipeline(model, dtype="float32")

@@ -22,6 +22,7 @@ from mmrl.core.rng import Stream
 from mmrl.core.types import Message, Part, Prompt, PromptError
 from mmrl.diffusion import loading
 from mmrl.diffusion.model_family import Request
+from mmrl.diffusion.prompt_check import FlowPromptCheck
 from tests.diffusion import tiny
 from tests.diffusion.flows import denoise, flow
 from tests.support.toys import plan
@@ -175,6 +176,15 @@ def test_recorded_images_of_sizes_that_a_family_cannot_take_are_named(checkpoint
     for prompt in prompts[1:]:
         with pytest.raises(ValueError, match=f"answer of prompt '{prompt.uid}' cannot be learned from"):
             policy.encode(prompt, prompt.answers[0])
+
+
+def test_checks_of_a_run_share_a_pipeline_until_its_folder_changes(folder):
+    first = FlowPromptCheck(str(folder)).pipe
+    assert FlowPromptCheck(str(folder), 64).pipe is first
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index, indent=1))
+    again = FlowPromptCheck(str(folder)).pipe
+    assert again is not first and again.config == first.config
 
 
 @pytest.mark.parametrize("name", ["sd3", "qwen_image"])
