@@ -15,10 +15,8 @@ import pytest
 import torch
 
 from mmrl.core import onednn
-from mmrl.reporting.html import pages
-from mmrl.reporting.html.curves import curves, time_split
 from tests.support.covering import left_out
-from tests.support.quick import draw_few, draw_no_curves, quicken_libraries
+from tests.support.quick import draw_curves, draw_few, draw_no_curves, quicken_libraries
 
 LIMIT = 1800  # seconds that a test with its fixtures may take, also on a machine that does other work
 MARGIN = 600  # more seconds, until a test ends that hangs outside of Python
@@ -106,8 +104,7 @@ def generator() -> torch.Generator:
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw the curves on pages of runs, which other tests do without."""
-    monkeypatch.setattr(pages, "curves", curves)
-    monkeypatch.setattr(pages, "time_split", time_split)
+    draw_curves(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,11 @@ from functools import cache
 
 import accelerate.optimizer
 from _pytest.logging import catching_logs
+from pytest import MonkeyPatch
 from transformers import PreTrainedConfig
 
 from mmrl.reporting.html import pages
+from mmrl.reporting.html.curves import curves, time_split
 from mmrl.training import evaluate
 
 FUZZ = int(os.environ.get("MMRL_FUZZ", "100"))  # inputs of a fuzz test; `make test-all` draws 1,000
@@ -25,6 +27,12 @@ def draw_few() -> None:
 def draw_no_curves() -> None:
     """Draw nothing on the pages of runs, in this process: that takes longer than the steps of tiny models."""
     pages.curves, pages.time_split = lambda runs: [], lambda records: ""
+
+
+def draw_curves(patch: MonkeyPatch) -> None:
+    """Draw curves again, as long as the patch holds."""
+    patch.setattr(pages, "curves", curves)
+    patch.setattr(pages, "time_split", time_split)
 
 
 def leave_unflushed() -> None:

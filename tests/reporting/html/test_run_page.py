@@ -22,9 +22,15 @@ from mmrl.reporting.html.pages import run_page, weights_of
 from mmrl.reporting.html.run_folder import read_run
 from mmrl.reporting.metrics import Journal
 from mmrl.training.loop import train
+from tests.support.quick import draw_curves
 from tests.support.toys import toy_run
 
-pytestmark = pytest.mark.usefixtures("drawn")
+
+@pytest.fixture(autouse=True, scope="module")
+def drawn():
+    with pytest.MonkeyPatch.context() as patch:
+        draw_curves(patch)
+        yield
 
 
 def exclaim(measured):
