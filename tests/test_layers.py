@@ -274,7 +274,7 @@ BUDGETS = {
     "data": 3160,
     "datasets": 60,
     "diagnostics": 1660,
-    "diffusion": 8160,
+    "diffusion": 8180,
     "engines": 1420,
     "flat files": 2390,
     "inference": 1850,

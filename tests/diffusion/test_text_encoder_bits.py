@@ -33,7 +33,9 @@ def encoders(pipe):
     return {name: part for name, part in pipe.components.items() if name.startswith("text_encoder") and part}
 
 
-@pytest.mark.parametrize(("name", "bits"), [("sd3", 4), ("flux", 8), ("qwen_image_edit", 4)])
+@pytest.mark.parametrize(
+    ("name", "bits"), [("sd3", 4), ("flux", 8), pytest.param("qwen_image_edit", 4, marks=pytest.mark.slow)]
+)
 def test_blocks_of_text_encoders_are_quantised_and_prompts_stay_close(checkpoint, pipeline, name, bits):
     policy, few = low(checkpoint, name, bits), set()
     plain = pipeline(name)

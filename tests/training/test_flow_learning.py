@@ -37,8 +37,9 @@ def trained(name: str, folder: Path, **changes: Any) -> Any:
 
 
 ONLINE = (
-    "flow_grpo", "dance_grpo", "grpo_guard", "tp_grpo", "dense_grpo", "vgpo", "awm", "diffusion_nft", "dgpo"
-)  # fmt: skip
+    *("flow_grpo", "grpo_guard", "tp_grpo", "awm", "diffusion_nft"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("dance_grpo", "dense_grpo", "vgpo", "dgpo")),
+)
 
 
 @pytest.mark.parametrize("name", ONLINE)

@@ -19,10 +19,11 @@ from tests.test_configs import on_a_toy
 
 no_page = test_configs.no_page
 
+LATER = ("reinforce_pp_baseline", "luspo", "asymre", "importance_sequence_mask")
 METHODS = (
-    "grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "dapo", "gspo", "luspo", "cispo", "sapo", "gdpo",
-    "asymre", "importance_sequence_mask", "tempsamp_r1",
-)  # fmt: skip
+    *("grpo", "dr_grpo", "rloo", "dapo", "gspo", "cispo", "sapo", "gdpo", "tempsamp_r1"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in LATER),
+)
 
 
 @per_outcome

@@ -126,7 +126,7 @@ def config_of(model, **changes):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"dtype": "bfloat16", "freeze_vision_tower": False}, marks=pytest.mark.slow),
         pytest.param({"lora_rank": 2, "gradient_checkpointing": True}, marks=pytest.mark.slow),
         {"dtype": "bfloat16", "lora_rank": 2, "freeze_vision_tower": False},

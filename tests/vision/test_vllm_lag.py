@@ -264,7 +264,7 @@ def finished(raw):
     [
         (2, 4, {}),
         pytest.param(4, 3, {"partial_rollouts": 3}, marks=pytest.mark.slow),
-        (4, 5, {"partial_rollouts": True}),
+        pytest.param(4, 5, {"partial_rollouts": True}, marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_run_goes_on_bit_for_bit(model, server, tmp_path, lag, at, options):
