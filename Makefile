@@ -40,7 +40,7 @@ check: .venv/mmrl
 	$(BIN)/basedpyright
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow" tests/test_layers.py tests/test_packages.py tests/test_words.py tests/core tests/config tests/advantages tests/objectives $(ARGS)
 
-# Everything that a change can break, in about 20 minutes on two cores; ARGS='-k clip' takes some of it.
+# Everything that a change can break, in about 16 minutes on two cores; ARGS='-k clip' takes some of it.
 test: .venv/mmrl
 	@$(TIMED) $(BEGIN) $(PYTEST) -m "not slow" $(ARGS); $(END)
 
