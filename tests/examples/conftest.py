@@ -11,7 +11,7 @@ from tests.support.quick import FEW
 
 @pytest.fixture(autouse=True, scope="package")
 def few_resamples_of_claims() -> Iterator[None]:
-    """Draw few bootstrap samples for the tables of benchmarks, as `few_resamples` does for evaluations."""
+    """Draw few bootstrap samples for the tables of benchmarks, as `draw_few` does for evaluations."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.samplers.RESAMPLES", FEW)
         yield

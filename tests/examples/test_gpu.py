@@ -122,17 +122,10 @@ def test_parts_are_taken_again_after_the_code_changed(tmp_path, monkeypatch):
 BEGUN = "kernels"  # as the command begins a part; the others are forked
 
 
-def main():
-    """Be the command in a forked process, and end it at once: to free all that was imported takes seconds."""
-    code = gpu.main()
-    sys.stdout.flush()
-    os._exit(code)
-
-
 def fork(name):
     """Run a part by the same command, in a process whose libraries are imported already."""
     environment = os.environ if torch.cuda.is_available() else {**os.environ, "TRITON_INTERPRET": "1"}
-    process = server(0).fork(__name__, ["--part", name, "--toy"], environment)
+    process = server(0).fork(gpu.__name__, ["--part", name, "--toy"], environment)
     printed, _ = process.communicate(timeout=gpu.TOY_SECONDS)
     assert not process.returncode, printed
     return json.loads(printed.rpartition(gpu.MARK)[2].splitlines()[0])
