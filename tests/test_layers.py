@@ -269,7 +269,7 @@ BUDGETS = {
     "builders": 160,
     "cli": 2270,
     "compression": 3640,
-    "config": 3080,
+    "config": 3090,
     "core": 3870,
     "data": 3160,
     "datasets": 60,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from enum import Enum
 from functools import reduce
+from pathlib import PurePath
 from typing import Any
 
 import yaml
@@ -89,8 +91,14 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_representer(str, _Dumper.represent_str)
+_Dumper.add_representer(set, _Dumper.represent_undefined)  # an error: the reader takes no sets
+_Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))
+_Dumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
 
 
 def to_yaml(value: Any) -> str:
-    """Return plain values as YAML text, which `mmrl.config.loading.read` reads as equal ones."""
+    """Return plain values as YAML text, which `mmrl.config.loading.read` reads as equal ones.
+
+    Paths are written as texts, members of enums as their values. Raises `yaml.YAMLError` for other objects.
+    """
     return yaml.dump(value, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import random
+from enum import StrEnum
+from pathlib import Path
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 from mmrl.config.loading import ConfigError, merge
@@ -95,3 +98,11 @@ def test_written_values_are_what_omegaconf_writes_and_reads():
         assert reads(to_yaml({"key": value})) == {"key": value}
     for value in (RAW, {"text": "a 'quoted' one", "rates": [1e-6, 0.5], "none": None, "long": "word " * 40}):
         assert to_yaml(value) == OmegaConf.to_yaml(OmegaConf.create(value))
+
+
+def test_paths_and_enums_of_a_program_are_written_as_plain_values():
+    kind = StrEnum("Kind", {"FIRST": "one"})
+    assert reads(to_yaml({"path": Path("a/b"), "kind": kind.FIRST})) == {"path": "a/b", "kind": "one"}
+    for other in ({1, 2}, object()):
+        with pytest.raises(yaml.YAMLError):
+            to_yaml({"other": other})
